@@ -105,14 +105,16 @@ def project_update(update, left, right):
 def protect(matrices, initial, ratio):
     """Make the group `matrices` keep its weights in the top directions of the weights `initial`.
 
-    initial: {bank: tensor}, of which the group's weights may have moved on, though not along these
-    directions; else ConfigError is raised. A rank splits the matrices that it owns, so that nothing
-    travels. Returns how many directions are frozen, as text.
+    initial: {parameter: tensor}, of which the group's weights may have moved on, though not along
+    these directions; else ConfigError is raised. A rank splits the matrices that it owns, so that
+    nothing travels. Returns how many directions are frozen, as text.
     """
     factors, counts = {}, []
     for name, param in matrices.params.items():
-        part, state = matrices.own(name, param.data), matrices.state[name]
-        start = matrices.own(name, initial[name].to(part)).float()  # as this run's type rounds it
+        part, state = matrices.part_of(name, param.data), matrices.state[name]
+        of_bank = [initial[key] for key in matrices.members if train_gpt.bank_name(key) == name]
+        start = torch.cat(of_bank).to(part)  # as this run's type rounds it
+        start = matrices.part_of(name, start).float()
         rank = min(start.shape[1:])
         count = frozen_count(rank, ratio)
         left, right = frozen_directions(start, count)
@@ -205,7 +207,7 @@ def train_matrices_alone(trainer):
     for group in trainer.optimizer.groups:
         group.is_frozen = group is not matrices
     for name, param in trainer.model.named_parameters():
-        param.requires_grad_(name in matrices.params)
+        param.requires_grad_(name in matrices.members)
 
 
 class ContinualRun(train_gpt.Run):

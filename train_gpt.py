@@ -7,19 +7,28 @@
 
 Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `english`.
 
-Chapters, in reading order:
+To change what is trained, read part I. Start with `train`, at its end, then read `GPT.hidden`, then
+`Optimizer.step`. Part II is for whoever changes files, the command line or the log.
+
+Part I: what is trained
      1. Configuration     every number of a run with its check, the tracks, the schedules
-     2. Tokens            shards of a corpus, and passages of documents
-     3. Inputs            rows of the table, copies, micro-batches, a loader that works ahead
-     4. Layers            norm, rotary positions, attention, MLP
-     5. Loss              cross-entropy in one pass, over the vocabulary or a sample of it
-     6. Model             the GPT, and the rule of each of its parameters
-     7. Update rules      Adam, Adagrad, Muon, SOAP and its relatives, eigenbases by batched QR
-     8. Parameter groups  who reduces, updates and sends what, rows of the table included
-     9. Trainer           forward and backward pass, one step, evaluation, warm-up
-    10. Runtime           ranks, devices, clock, collectives that count their bytes
-    11. A run's life      command line, log, checkpoints, opening, result, how errors end it
-    12. The run           the steps
+     2. Layers            norm, rotary positions, parts of attention and MLP
+     3. Attention         its back ends: any device, FlashAttention
+     4. Loss              cross-entropy in one pass, over the vocabulary or a sample of it
+     5. Model             a transformer block, and the GPT that ties blocks together
+     6. Update rules      Adam, Muon, and the table that names all rules
+     7. SOAP              rules in eigenbases, by batched QR; without this chapter the rest works
+     8. Ranks             processes, devices, collectives that count their bytes
+     9. Parameter groups  who sums, updates and sends which parameters
+    10. The table         rows of n-grams: hash, plan, exchange, update
+    11. Batches           passages of documents, copies, a loader that works ahead
+    12. Training          a step, evaluation, warm-up, and `train`: the whole run
+
+Part II: what keeps a run
+    13. Corpus            shards of tokens, which are checked before anything compiles
+    14. Command line      options, and what may change when a run is resumed
+    15. What a run keeps  log, clock, checkpoints, signals
+    16. The run           its opening, its log lines, its result, and how errors end it
 
 A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th of them, if
 there are so many. So all world sizes see the same tokens, and they take the same step up to the
@@ -78,7 +87,7 @@ except ImportError as error:  # Windows has no fcntl
     print(f"status:error {error}; {remedy}")
     sys.exit(2)
 
-# 1. Configuration ================================================================================
+# 1. Configuration =================================================================================
 
 ATTENTION_BLOCK = 64  # at most: queries of a block share their keys, in the back end `sdpa`
 GATE_DIM = 12  # gates read the first few channels of the residual stream
@@ -91,8 +100,8 @@ class ConfigError(ValueError):
 def require(condition, where, problem="", remedy=""):
     """Raise ConfigError, `where: problem; remedy`, unless the condition holds."""
     if not condition:
-        message = ": ".join(str(part) for part in (where, problem) if part)
-        raise ConfigError("; ".join(part for part in (message, remedy) if part))
+        message = ": ".join(str(words) for words in (where, problem) if words)
+        raise ConfigError("; ".join(words for words in (message, remedy) if words))
 
 
 def one_line(error):
@@ -111,10 +120,23 @@ def knob(default, help_text, low=None, high=None, unit=None, form=".*"):
 def has_type(value, kind):
     """Whether a value has the type of a field. An int may stand for a float."""
     kinds = get_args(kind)
-    if kinds:  # a tuple, whose parts are all of one type
+    if kinds:  # a tuple, whose items are all of one type
         is_tuple = type(value) is tuple and (... in kinds or len(value) == len(kinds))
-        return is_tuple and all(has_type(part, kinds[0]) for part in value)
+        return is_tuple and all(has_type(item, kinds[0]) for item in value)
     return type(value) is kind or (kind is float and type(value) is int)
+
+
+FORMS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def form_of(field):
+    """What a user writes for a field, in words."""
+    kinds = get_args(field.type)
+    if not kinds:
+        return FORMS[field.type]
+    length = "" if ... in kinds else "two "
+    whole = "whole " if kinds[0] is int else ""
+    return f"{length}{whole}numbers, as in {field.default or (2, 3)}"
 
 
 def check_fields(values, where=""):
@@ -123,7 +145,7 @@ def check_fields(values, where=""):
         value = getattr(values, field.name)
         shown = f"{where}{field.name}={value!r}"
         low, high, unit, form = field.metadata["limits"]
-        require(has_type(value, field.type), shown, f"must be of the type of {field.default}")
+        require(has_type(value, field.type), shown, f"must be {form_of(field)}")
         for number in value if isinstance(value, tuple) else (value,):
             require(low is None or low <= number <= high, shown, f"must be {low} to {high}")
             require(unit is None or number % unit == 0, shown, f"must be a multiple of {unit}")
@@ -151,25 +173,39 @@ class Stage:
     start: float = knob(0.0, "fraction of the steps at which the stage begins", 0, 1)
     micro_batches: int = knob(8, "micro-batches of a step, which the ranks share", 1, 65536)
     document_cap: int = knob(896, "tokens of a document that attention sees at once", 1, 65536)
+    # In layers with paired heads a window holds two positions a token, so half as many tokens.
     windows: Windows = knob((128, 384), "attention windows: short, long", *WINDOW)
-    lr_mul: float = knob(1.0, "factor of all rates but the table's, before the cooldown", *POSITIVE)
+    lr_mul: float = knob(1.0, "factor of all rates but the table's", *POSITIVE)
     mtp_weights: tuple[float, ...] = knob((1.0,), "loss weights of the tokens to come", *SIZE)
-    softmax_rows: int = knob(0, "rows of training's softmax, a sample; 0: all of them", *SIZE)
+    softmax_rows: int = knob(0, "rows of the vocabulary in training's softmax; 0: all", *SIZE)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One row of a track's model: a transformer block, and what it does beyond a plain one."""
+    """One row of a track's model: a transformer block, and what it does beyond a plain one.
 
+    Before a field stands what it gained: nats, the text, how measured (records/NOTES.md).
+    """
+
+    # 0.064 on English, in two layers of four, 300 steps
     attends: bool = knob(True, "it has attention, else only an MLP")
+    # Nothing: on English a long window of 128 tokens is as good as one of 256
     is_long: bool = knob(False, "it attends through the long window, else through the short one")
+    # Not tried alone
     value_embedding: bool = knob(False, "its values have embeddings of their tokens added")
+    # 0.236 on bytes, three seeds
     shifted_keys: bool = knob(False, "half of each key is that of the token before")
+    # 0.032 on bytes, three seeds; 0.011 on English
     paired_heads: bool = knob(False, "pairs of heads see each other's keys and values")
-    exclusive: bool = knob(False, "its outputs leave out shares of the tokens' own values")
+    # 0.008 on bytes, three seeds; nothing on English
+    exclusive: bool = knob(False, "from each head's output it takes part of the token's own value")
+    # 0.006 on bytes, four seeds; nothing on English
     skip: int = knob(0, "it adds the output of the layer so many before; 0: none", 0, 64)
-    decides_gates: bool = knob(False, "each token decides the gates of heads anew before it")
+    # 0.006 on English, three seeds; nothing on verse
+    decides_gates: bool = knob(False, "before it a small MLP computes each token's gates of heads")
+    # 0.009 on English, five seeds
     feeds_attention: bool = knob(False, "attention of later layers reads its output")
+    # 0.019 on English, five seeds
     feeds_last: bool = knob(False, "the last layer mixes in its output")
 
 
@@ -245,7 +281,7 @@ class Config:
     copy_reach: int = knob(2048, "tokens that copies look back", *SIZE)
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
-    matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", *POSITIVE)
+    matrix_lr: float = knob(0.023, "RMS of a matrix's step times sqrt(columns)", *POSITIVE)
     momentum: float = knob(0.95, "Muon's momentum, which rises from 0.85 and falls to it", 0, 0.999)
     matrix_decay: float = knob(1.2, "cautious decay of matrices, times lr squared", *NOT_NEGATIVE)
     basis_every: int = knob(10, "soap rules: steps between new eigenbases", *OFTEN)
@@ -287,23 +323,12 @@ class Config:
 
     def check_together(self):
         """Check what depends on several fields, where a run would fail obscurely, or go wrong."""
-        starts = [stage.start for stage in self.stages]
-        is_rising = starts == sorted({0, *starts})
-        require(is_rising, f"stages: starts {starts} must begin at 0, and then rise")
-        for stage in self.stages:
-            require(stage.mtp_weights, "mtp_weights=()", "must be one or more")
-            rows = stage.softmax_rows  # among which is each token of a micro-batch
-            least = self.micro_batch_tokens
-            message = f"must be 0, or at least micro_batch_tokens={least}"
-            require(rows == 0 or rows >= least, f"softmax_rows={rows}", message)
+        self.check_schedule()
         is_inside = self.eot_token < self.vocab_size
         require(is_inside, f"vocab_size={self.vocab_size}", "must be above eot_token")
-        units = {"model_dim": "head_dim", "val_tokens": "val_batch_tokens"}
-        units["save_every"] = "adam_every"
-        for name, unit in units.items():
-            value = getattr(self, name)
-            size = getattr(self, unit)
-            require(value % size == 0, f"{name}={value}", f"must be a multiple of {unit}={size}")
+        self.check_multiple("model_dim", "head_dim")
+        self.check_multiple("val_tokens", "val_batch_tokens")
+        self.check_multiple("save_every", "adam_every")  # gradients that wait are not saved
         heads = self.model_dim // self.head_dim
         for number, layer in enumerate(self.layers):
             where = f"layers[{number}]"
@@ -312,12 +337,34 @@ class Config:
             require(is_even, where, f"paired_heads: {heads} heads make no pairs")
             kinds = layer.value_embedding, layer.shifted_keys, layer.paired_heads, layer.exclusive
             require(layer.attends or not any(kinds), where, "has no attention to change")
+            has_gates = not layer.decides_gates or self.layers_gated_by(number)
+            require(has_gates, where, "decides_gates: no layer has attention until the next such")
         # cap_slope divides by the cap.
         cap_is_positive = self.logit_cap[0] > 0
         require(cap_is_positive, f"logit_cap={self.logit_cap}", "must begin above 0")
         is_closed = self.layers and not self.layers[-1].feeds_last
         require(is_closed, "layers", "must be one or more, and the last has no feeds_last")
         require(self.resume != "auto" or self.run_id, "resume=auto", "needs --run-id")
+
+    def check_multiple(self, name, unit):
+        """Refuse a field that is no multiple of another one."""
+        value = getattr(self, name)
+        size = getattr(self, unit)
+        require(value % size == 0, f"{name}={value}", f"must be a multiple of {unit}={size}")
+
+    def check_schedule(self):
+        """Check the edges of the schedule, which must rise, and what the stages say together."""
+        starts = [stage.start for stage in self.stages]
+        is_rising = starts == sorted({0, *starts})
+        require(is_rising, f"stages: starts {starts} must begin at 0, and then rise")
+        low, high = self.cooldown
+        require(low <= high, f"cooldown={self.cooldown}", "must not fall, as in (0.4, 1.0)")
+        for stage in self.stages:
+            require(stage.mtp_weights, "mtp_weights=()", "must be one or more")
+            rows = stage.softmax_rows  # among which is each token of a micro-batch
+            least = self.micro_batch_tokens
+            message = f"must be 0, or at least micro_batch_tokens={least}"
+            require(rows == 0 or rows >= least, f"softmax_rows={rows}", message)
 
     @property
     def torch_dtype(self):
@@ -327,6 +374,12 @@ class Config:
     def layers_with(self, field):
         """Numbers of the layers where this field of their row is set."""
         return [number for number, layer in enumerate(self.layers) if getattr(layer, field)]
+
+    def layers_gated_by(self, number):
+        """Numbers of the layers whose gates this layer decides: until the next one that decides."""
+        later = [layer for layer in self.layers_with("decides_gates") if layer > number]
+        end = min(later, default=len(self.layers))
+        return [layer for layer in self.layers_with("attends") if number <= layer < end]
 
 
 TRACKS = {
@@ -397,24 +450,29 @@ def stage_at(config, step):
 def loss_weights_at(config, step):
     """The loss weights at a step, of the next token, the second-next, and so on: those of the
     stage, which move in a line towards the next stage's."""
-    count = len(stage_at(config, step).mtp_weights)
     starts = [stage.start * config.steps for stage in config.stages]
     rows = [stage.mtp_weights for stage in config.stages]
     columns = itertools.zip_longest(*rows, fillvalue=0.0)
-    return tuple(np.interp(step, starts, column) for column in columns)[:count]
+    weights = [np.interp(step, starts, column) for column in columns]
+    return tuple(weights[: len(stage_at(config, step).mtp_weights)])
+
+
+def micro_batches_at(config, step):
+    """The number of micro-batches of a step, on all ranks."""
+    return stage_at(config, step).micro_batches
 
 
 def micro_batches_of_pass(config, step, runtime):
     """Micro-batches of each forward pass of a rank: as many as micro_batches_a_pass allows, but the
     same number in all passes of a step, since each number is compiled anew."""
-    own = len(range(runtime.rank, stage_at(config, step).micro_batches, runtime.world_size))
-    return max(count for count in range(1, config.micro_batches_a_pass + 1) if own % count == 0)
+    of_rank = len(range(runtime.rank, micro_batches_at(config, step), runtime.world_size))
+    return max(n for n in range(1, config.micro_batches_a_pass + 1) if of_rank % n == 0)
 
 
 def training_tokens(config, until=None):
     """How many tokens the steps before `until` train on, or all steps."""
     steps = range(config.steps)[:until]
-    return sum(stage_at(config, step).micro_batches for step in steps) * config.micro_batch_tokens
+    return sum(micro_batches_at(config, step) for step in steps) * config.micro_batch_tokens
 
 
 def lr_multiplier(config, step):
@@ -437,416 +495,13 @@ def untie_step(config):
     return cycles * config.adam_every
 
 
-class Phase(NamedTuple):
-    """What the compiled model depends on. Each new value is compiled anew, but for VarlenAttention,
-    with which one graph holds for all sizes that ANY_SIZE names."""
-
-    windows: tuple  # tokens that attention sees, in short and in long layers
-    max_segment: int  # tokens of the longest segment that attention sees at once
-    softmax_rows: int = 0  # rows of the vocabulary in the softmax; 0: all
-
-
-# As torch.compile calls them.
-ANY_SIZE = r"L\['(phase'\]\.(windows|max_segment)|micro_batch'\]\.segment_bounds)"
-
-
-def training_phase(config, step):
-    """The Phase of a training step."""
-    stage = stage_at(config, step)
-    longest = min(stage.document_cap, config.micro_batch_tokens)
-    rows = stage.softmax_rows if stage.softmax_rows < config.vocab_size else 0
-    return Phase(stage.windows, longest, rows)
-
-
-def evaluation_phase(config, step, length):
-    """The Phase of a forward pass over `length` tokens outside training, before a step."""
-    windows = config.val_windows if step == config.steps else stage_at(config, step).windows
-    return Phase(windows, length)
-
-
 def long_windows_until(config, step):
     """The long windows that training has used until a step, in order: what YaRN needs to know."""
     used = [stage.windows[-1] for stage in stages_until(config, min(step, config.steps - 1))]
     return tuple(window for window, _ in itertools.groupby(used))
 
 
-# 2. Tokens =======================================================================================
-
-SHARD_KIND = [20240520, 1]  # magic number and version, before the count of tokens
-HEADER_INTS = 256
-BUILD = "build it with data/text.py or data/fineweb.py, or name another folder by --data"
-
-
-class Shard(NamedTuple):
-    """A file of tokens in llm.c's format."""
-
-    path: Path
-    sha256: str  # by the manifest
-    count: int  # of its tokens
-
-    def read(self):
-        """Its tokens, uint16. Raises ConfigError where the file is not the manifest's."""
-        content = np.fromfile(self.path, np.uint8)
-        is_same = hashlib.sha256(content).hexdigest() == self.sha256
-        remedy = f"bring it back, and --resume a run that this has ended; or {BUILD}"
-        require(is_same, self.path, "its sha256 is not the manifest's", remedy)
-        return content[4 * HEADER_INTS :].view("<u2")
-
-    def checked(self, config):
-        """Its tokens, after a check of their ids. Raises ConfigError."""
-        tokens = self.read()
-        message = f"token id {tokens.max()} is beyond the vocabulary's eot_token={config.eot_token}"
-        require(tokens.max() <= config.eot_token, self.path, message, "leave --eot-token out")
-        return tokens
-
-
-def file_sha256(path):
-    """The sha256 of a file's content."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def open_shard(path, sha256):
-    """The Shard of a file, which should have this sha256. Raises ConfigError where it is none."""
-    require(path.is_file(), path, "no such file", BUILD)
-    count = (path.stat().st_size - 4 * HEADER_INTS) // 2
-    header = np.fromfile(path, "<i4", 3).tolist()
-    due = [*SHARD_KIND, count]
-    message = f"its header is {header}, and {due} would fit its size"
-    require(header == due and count > 0, path, message, BUILD)
-    return Shard(path, sha256, count)
-
-
-def open_split(config, manifest, split):
-    """The Shards of a split, in the order of their names. Raises ConfigError."""
-    folder = Path(config.data).absolute()
-    names = sorted(name for name in manifest["shards"] if re.search(f"_{split}_[^_]*$", name))
-    require(names, folder, f"no *_{split}_*.bin shards", BUILD)
-    return [open_shard(folder / name, manifest["shards"][name]) for name in names]
-
-
-def read_manifest(folder):
-    """The manifest.json of a corpus, with its own sha256 and its shards as {file name: sha256}. The
-    corpus is what it names. Raises ConfigError."""
-    path = Path(folder, "manifest.json").absolute()
-    require(path.is_file(), path, "no such file", BUILD)
-    try:
-        content = path.read_bytes()
-        manifest = json.loads(content)
-        shards = {str(row["file"]): str(row["sha256"]) for row in manifest["shards"]}
-        size = manifest["vocab_size"]
-        is_last = 1 < size < 2**16 and manifest["eot_token"] == size - 1
-        require(is_last, f"eot_token is not the last id of vocab_size={size}, below 65535")
-        token_bytes = manifest.get("token_bytes", [0] * size)  # 0: not known
-        manifest["token_bytes"] = np.array(token_bytes, np.uint16).tolist()
-        require(len(token_bytes) == size, f"token_bytes are not {size} numbers")
-    except Exception as error:  # odd content raises many types
-        raise ConfigError(f"{path}: cannot be read ({one_line(error)}); {BUILD}") from None
-    return {**manifest, "sha256": hashlib.sha256(content).hexdigest(), "shards": shards}
-
-
-def vocabulary_of(folder):
-    """{field of Config: value} of a corpus' vocabulary. Tensor cores like multiples of 128."""
-    manifest = read_manifest(folder)
-    return {
-        "tokenizer": str(manifest.get("tokenizer", "own")),
-        "vocab_size": 128 * math.ceil(manifest["vocab_size"] / 128),
-        "eot_token": manifest["eot_token"],
-    }
-
-
-def fitting_val_tokens(config):
-    """val_tokens, or, of a smaller validation split, what fills batches of val_batch_tokens."""
-    shards = open_split(config, read_manifest(config.data), "val")
-    passes = (sum(shard.count for shard in shards) - 1) // config.val_batch_tokens
-    return min(config.val_tokens, max(1, passes) * config.val_batch_tokens)
-
-
-class Corpus(NamedTuple):
-    """The corpus of a run, as it was when the run was opened."""
-
-    manifest: dict  # see read_manifest
-    shards: list  # the training Shards
-    val: Any  # (val_tokens + 1,) uint16: the first tokens of the validation split
-    passes: int  # over the shards that training takes
-
-    def require_same(self, sha256, message):
-        """Raise ConfigError unless the manifest has this sha256, which a checkpoint names."""
-        remedy = "bring that one back, or name its place by --data"
-        require(self.manifest["sha256"] == sha256, message, remedy=remedy)
-
-
-def open_corpus(config):
-    """Open and check all shards that a run needs. Raises ConfigError where they do not suit it."""
-    folder = Path(config.data).absolute()
-    manifest = read_manifest(folder)
-    message = f"its documents do not start with eot_token={config.eot_token}"
-    require(manifest["eot_token"] == config.eot_token, folder, message, "leave --eot-token out")
-    needed = config.val_tokens + 1
-    shards = open_split(config, manifest, "val")
-    parts = [shard.checked(config)[:needed] for shard in shards]
-    val = np.concatenate(parts)[:needed]
-    message = f"{len(val):,} validation tokens, val_tokens={config.val_tokens:,} takes one more"
-    require(len(val) == needed, folder, message, "lower --val-tokens, or add text to validate on")
-    shards = open_split(config, manifest, "train")
-    needed = training_tokens(config)
-    length = config.micro_batch_tokens
-    held = 0  # tokens that fill micro-batches
-    for shard in shards:
-        if held < needed:  # the run gets here
-            shard.checked(config)
-        held += (shard.count - 1) // length * length
-    message = f"one pass over the shards has {held:,} tokens, the schedule takes {needed:,}"
-    is_own = config.data != TRACKS[config.track].data  # the user's: it is read as often as needed
-    require(0 < held and (is_own or needed <= held), folder, message, "lower --steps, or add text")
-    return Corpus(manifest, shards, val, passes=math.ceil(needed / held))
-
-
-def validation_hash(val):
-    """The sha256 of validation tokens, uint16."""
-    return hashlib.sha256(val.tobytes()).hexdigest()
-
-
-class Passage(NamedTuple):
-    """The T tokens of a micro-batch, where they stand in a text."""
-
-    text: Any  # (L,) uint16: documents, each of which starts with eot_token
-    position: Any  # (T,) int64, in the text
-    depth: Any  # (T,) int64: how many tokens of its document stand before each
-    start: Any  # (T,) int64: the index in [0, T) at which the token's attention segment starts
-
-
-def documents_of(text, eot_token):
-    """The positions at which documents start. The first tokens are of a document, too."""
-    return np.union1d([0], np.flatnonzero(text == eot_token))
-
-
-def depth_of(position, documents):
-    """How many tokens of its document stand before each position."""
-    return position - documents[np.searchsorted(documents, position, side="right") - 1]
-
-
-def contiguous_passage(text, eot_token, low, length):
-    """The Passage of `length` tokens from `low` on, whose segments are its documents."""
-    position = np.arange(low, low + length)
-    documents = documents_of(text[: low + length], eot_token)
-    depth = depth_of(position, documents)
-    start = np.maximum(position - low - depth, 0)
-    return Passage(text, position, depth, start)
-
-
-# 3. Inputs =======================================================================================
-# The model reads three things of a token: its id; rows of a table, one for each order n, which a
-# hash of the last n tokens (an n-gram) selects; and copies, which are guesses at the next token.
-
-TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
-MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
-HASH_POWERS = np.uint64(pow(MIX, -1, 2**64)) ** np.arange(33, dtype=np.uint64)
-NO_TOKEN = 2**16 - 1  # no token's id
-PREFETCH = 4  # steps that the loader's thread works ahead
-
-
-def ngram_keys(text, position, depth, order):
-    """Hash keys (t,) uint64 of the n-grams of `order` tokens that end at positions (t,) of a text.
-
-    A key is a polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). depth (t,):
-    how many tokens of the document stand before each; where these are too few, n-grams are shorter.
-    """
-    keys = np.zeros(len(position), np.uint64)
-    for back in range(order):
-        term = TOKEN_HASH[text[position - back]] * HASH_POWERS[back]
-        keys += np.where(back <= depth, term, np.uint64(0))
-    return keys
-
-
-def ngram_rows(passage, config):
-    """Rows (T, C) int32 in [0, ngram_rows) of the table and signs (T, C) float32, for the n-grams
-    that end at the tokens of a Passage.
-
-    Each order has a hash of its own. The sign is one more bit of it: two n-grams that share a row
-    push it apart half of the time (count-sketch's trick).
-    """
-    text, position, depth, _ = passage
-    mixed = np.empty((len(position), len(config.ngram_orders)), np.uint64)
-    for column, order in enumerate(config.ngram_orders):
-        mixed[:, column] = ngram_keys(text, position, depth, order) + TOKEN_HASH[column]
-    mixed = (mixed ^ (mixed >> 29)) * MIX
-    mixed ^= mixed >> 32
-    rows = (mixed & 0xFFFFFFFF) * config.ngram_rows >> 32
-    signs = (mixed >> 40 & 1).astype(np.float32) * 2 - 1
-    return rows.astype(np.int32), signs
-
-
-def copies(passage, config):
-    """Guesses (T, G) int32 at the token that follows each token of a Passage, one for each order n:
-    what followed the last earlier occurrence of the last n tokens in the same document, at most
-    `copy_reach` tokens back. NO_TOKEN where there is none."""
-    text, position, depth, start = passage
-    index = np.arange(len(start))
-    # Each segment is searched with what its document has within reach before it.
-    count = 1 + (start == index) * np.minimum(depth, config.copy_reach)
-    token = np.repeat(index, count)
-    back = np.cumsum(count)[token] - 1 - np.arange(len(token))  # from the passage's token
-    position = position[token] - back
-    segment = start[token].astype(np.uint64) * MIX
-    guesses = np.full((len(token), len(config.copy_orders)), NO_TOKEN, np.int32)
-    for column, order in enumerate(config.copy_orders):
-        keys = ngram_keys(text, position, depth[token] - back, order) + segment
-        by_key = np.argsort(keys, kind="stable")
-        # Of two neighbours with the same key, the later one copies what followed the earlier one.
-        earlier = by_key[:-1]
-        later = by_key[1:]
-        is_copy = (keys[earlier] == keys[later]) & (later - earlier <= config.copy_reach)
-        followed = position[earlier[is_copy]]
-        guesses[later[is_copy], column] = text[followed + 1]
-    return guesses[back == 0]
-
-
-def row_fingerprint(config):
-    """A hash of the rows of a fixed text: a table means nothing under another hash function."""
-    text = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
-    passage = contiguous_passage(text, config.eot_token, 0, 99)
-    rows, signs = ngram_rows(passage, config)
-    return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
-
-
-class MicroBatch(NamedTuple):
-    """The T tokens of one forward pass, on the model's device: one Passage, or several of them end
-    to end."""
-
-    inputs: Tensor  # (T,) int32 token ids
-    targets: Tensor  # (T,) int64 next token ids
-    segment_start: Tensor  # (T,) int32: index in [0, T) at which the token's segment starts
-    segment_bounds: Tensor  # (S + 1,) int32: where the S segments start, then T
-    guesses: Tensor  # (T, G) int32: of the next token, see copies()
-
-
-class Batch(NamedTuple):
-    """One rank's part of a step."""
-
-    passes: list  # the MicroBatch of each of its forward passes
-    rows: Any  # RowPlan of the rows of the table that they read
-    tokens: int  # of the step, on all ranks
-
-
-def to_device(array, device):
-    """Copy a numpy array to the device; on CUDA through pinned memory, and without a sync."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
-
-
-def make_pass(passages, config, device):
-    """The MicroBatch that reads these passages end to end."""
-    inputs = []
-    targets = []
-    starts = []
-    guesses = []
-    for number, passage in enumerate(passages):
-        inputs.append(passage.text[passage.position])
-        targets.append(passage.text[passage.position + 1])
-        starts.append(passage.start + number * len(passage.start))
-        guesses.append(copies(passage, config))
-    start = np.concatenate(starts, dtype=np.int32)
-    first = np.flatnonzero(start == np.arange(len(start)))
-    bounds = np.append(first, len(start)).astype(np.int32)
-    return MicroBatch(
-        inputs=to_device(np.concatenate(inputs, dtype=np.int32), device),
-        targets=to_device(np.concatenate(targets, dtype=np.int64), device),
-        segment_start=to_device(start, device),
-        segment_bounds=to_device(bounds, device),
-        guesses=to_device(np.concatenate(guesses), device),
-    )
-
-
-class TrainLoader:
-    """Deterministic stream of steps, which a thread assembles ahead.
-
-    Documents are cut into pieces of at most the largest document cap. A shard's pieces are shuffled
-    by the seed and laid end to end into micro-batches; what fills none at a shard's end is dropped.
-    A smaller cap at a step splits pieces further. So a micro-batch depends on its number alone.
-    """
-
-    def __init__(self, config, shards, table, first_step=0):
-        self.config = config
-        self.shards = shards
-        self.table = table
-        self.step = first_step  # the next one to assemble
-        length = config.micro_batch_tokens
-        self.number = training_tokens(config, first_step) // length  # of its first micro-batch
-        counts = [(shard.count - 1) // length for shard in shards]
-        self.edges = [0, *itertools.accumulate(counts)]  # of the shards, in micro-batches
-        self.open = functools.lru_cache(1)(self.open_shard)
-        self.open(self.place_of(self.number)[0])  # ahead of the clock
-        self.ahead = deque()
-        sys.setswitchinterval(1e-4)  # seconds that the thread may keep the others waiting
-        self.thread = ThreadPoolExecutor(1, initializer=table.runtime.use_device)
-
-    def open_shard(self, opened):
-        """Open the shard that comes after `opened` others. Returns its text; where documents start;
-        where pieces start, in shuffled order; and where each begins once they stand end to end."""
-        config = self.config
-        cap = max(stage.document_cap for stage in config.stages)
-        text = self.shards[opened % len(self.shards)].read()
-        documents = documents_of(text, config.eot_token)
-        edges = [*documents.tolist(), len(text) - 1]  # the last token is only a target
-        pieces = np.concatenate([np.arange(*span, cap) for span in itertools.pairwise(edges)])
-        lengths = np.diff(pieces, append=edges[-1])
-        order = np.random.default_rng([config.seed, opened]).permutation(len(pieces))
-        pieces = pieces[order]
-        lengths = lengths[order]
-        return text, documents, pieces, np.cumsum(lengths) - lengths
-
-    def place_of(self, number):
-        """Where the micro-batch of this number is: (how many shards are opened before its own, how
-        many micro-batches are read before it in its shard)."""
-        passes, rest = divmod(number, self.edges[-1])
-        index = bisect.bisect(self.edges, rest) - 1
-        return passes * len(self.shards) + index, rest - self.edges[index]
-
-    def passage(self, number, cap):
-        """The Passage of a micro-batch, with segments of at most `cap` tokens."""
-        opened, read = self.place_of(number)
-        text, documents, pieces, begins = self.open(opened)
-        index = np.arange(self.config.micro_batch_tokens)
-        place = read * len(index) + index  # where the pieces lie end to end
-        piece = np.searchsorted(begins, place, side="right") - 1
-        position = pieces[piece] + place - begins[piece]
-        start = np.maximum(begins[piece] - place[0], 0)
-        start += (index - start) // cap * cap
-        depth = depth_of(position, documents)
-        return Passage(text, position, depth, start)
-
-    def make_batch(self, step):
-        """Assemble this rank's part of a step, in the thread; a rank may have no micro-batch."""
-        config = self.config
-        runtime = self.table.runtime
-        stage = stage_at(config, step)
-        numbers = range(self.number, self.number + stage.micro_batches)
-        self.number = numbers.stop
-        own = numbers[runtime.rank :: runtime.world_size]
-        passages = [self.passage(number, stage.document_cap) for number in own]
-        count = micro_batches_of_pass(config, step, runtime)
-        passes = []
-        for low in range(0, len(passages), count):
-            passes.append(make_pass(passages[low : low + count], config, runtime.device))
-        rows = self.table.look_up(passages, runtime.loader_group)
-        return Batch(passes, rows, tokens=len(numbers) * config.micro_batch_tokens)
-
-    def next_batch(self):
-        """The Batch of the next step, or None after the last. Raises what the thread has raised."""
-        while len(self.ahead) < PREFETCH and self.step < self.config.steps:
-            self.ahead.append(self.thread.submit(self.make_batch, self.step))
-            self.step += 1
-        return self.ahead.popleft().result() if self.ahead else None
-
-    def close(self):
-        """End the thread: inside torch it would abort a process that ends."""
-        self.thread.shutdown(cancel_futures=True)
-
-
-# 4. Layers =======================================================================================
+# 2. Layers ========================================================================================
 
 NORM_EPS = torch.finfo(torch.float32).eps
 
@@ -880,8 +535,8 @@ def norm(x):
 
 
 def rotary_tables(length, head_dim, long_windows, device, dtype):
-    """Rotary position embedding: (cos, sin), each (length, 1, head_dim): of the first channels of
-    all pairs, then of the second ones, whose sines have the other sign.
+    """Rotary position embedding: (cos, sin), each (length, 1, head_dim). The first half belongs to
+    the first channel of each pair, the second half to the second channel; there sin is negated.
 
     Half of the channel pairs rotate, by 1 to 1/1024 radians a token. For each change of the long
     window, which is one of long_windows, YaRN (Peng et al. 2023) slows the pairs that turn less
@@ -938,6 +593,31 @@ def exclusive_attention(y, v, share):
     return y - share * along * v
 
 
+def convolved(x, kernel, position):
+    """Each token of x (T, dim) plus shares of those before it in its segment: a Canon layer
+    (Allen-Zhu 2025, arXiv 2512.17351). kernel: (reach, dim), the shares of the last token, of the
+    one before that, and so on. position: (T,), of each token in its segment."""
+    total = x
+    for back, share in enumerate(kernel, start=1):
+        # Multiplied before it is shifted, so that the gradient needs nothing but x.
+        before = F.pad(share * x, (0, 0, back, -back))
+        total = total + before.masked_fill((position < back)[:, None], 0)
+    return total
+
+
+GATE_MLP_DIM = 64  # hidden width
+GATE_MLP_SCALE = 0.1  # of its outputs
+
+
+def gate(x, weight):
+    """Learned gates in (0, 2), 1 at the start: (T, n), from the first channels of x (T, model_dim);
+    weight (n, GATE_DIM)."""
+    return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM], weight))
+
+
+# 3. Attention =====================================================================================
+
+
 class BlockedAttention:
     """Back end `sdpa`: softmax attention on any device, in time linear in T.
 
@@ -968,9 +648,8 @@ class BlockedAttention:
             """(blocks, heads, size, dim): what each block reaches, zeros before the first. The
             gradient of these slices is a copy; that of unfold is slow on a CPU."""
             blocks = F.pad(x, (0, 0, 0, 0, size - block, 0)).unflatten(0, (-1, block))
-            count = length // block
-            parts = [blocks[low : low + count] for low in range(size // block)]
-            return torch.cat(parts, dim=1).transpose(1, 2)
+            slices = [blocks[low : low + length // block] for low in range(size // block)]
+            return torch.cat(slices, dim=1).transpose(1, 2)
 
         q = q.view(-1, block, heads, dim).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, reached(k), reached(v), attn_mask=mask, scale=scale)
@@ -1016,35 +695,7 @@ def choose_attention(config, device):
     return VarlenAttention(is_fa3=True), "varlen-FA3"
 
 
-def convolved(x, kernel, position):
-    """Each token of x (T, dim) plus shares of those before it in its segment: a Canon layer
-    (Allen-Zhu 2025, arXiv 2512.17351). kernel: (reach, dim), the shares of the last token, of the
-    one before that, and so on. position: (T,), of each token in its segment."""
-    total = x
-    for back, share in enumerate(kernel, start=1):
-        # Multiplied before it is shifted, so that the gradient needs nothing but x.
-        before = F.pad(share * x, (0, 0, back, -back))
-        total = total + before.masked_fill((position < back)[:, None], 0)
-    return total
-
-
-GATE_MLP_DIM = 64  # hidden width
-GATE_MLP_SCALE = 0.1  # of its outputs
-
-
-def gate_mlp(x, up, down):
-    """A small MLP, with which each token of x (T, model_dim) decides n gates or shares, (T, n): up
-    (GATE_MLP_DIM, model_dim), down (n, GATE_MLP_DIM)."""
-    return GATE_MLP_SCALE * F.linear(F.gelu(F.linear(x, up)), down)
-
-
-def gate(x, weight):
-    """Learned gates in (0, 2), 1 at the start: (T, n), from the first channels of x (T, model_dim);
-    weight (n, GATE_DIM)."""
-    return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM], weight))
-
-
-# 5. Loss =========================================================================================
+# 4. Loss ==========================================================================================
 
 # Tokens whose logits exist at a time: on a CPU those of more leave its cache, and on a GPU those of
 # fewer are more kernels to compile and to launch.
@@ -1063,13 +714,13 @@ class CappedCrossEntropy(torch.autograd.Function):
     afterwards.
 
     hidden (T, dim); head (V, dim); targets (T, K) int64: K tokens that a position predicts, and
-    weights (T, K) of their losses; counts (V,) or None: how many rows of the vocabulary each row of
-    head stands for, 1 for targets; cap: Config.logit_cap. Returns (the weighted sum of losses;
-    losses (T,) of the first targets, detached).
+    weights (T, K) of their losses; multiplicity (V,) or None: how many rows of the vocabulary each
+    row of head stands for, 1 for targets; cap: Config.logit_cap. Returns (the weighted sum of
+    losses; losses (T,) of the first targets, detached).
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, weights, counts, cap):
+    def forward(ctx, hidden, head, targets, weights, multiplicity, cap):
         top = cap[0]
         needs_grad = ctx.needs_input_grad[0]
         # Where a position has one target twice, both places get the sum of their weights.
@@ -1085,8 +736,8 @@ class CappedCrossEntropy(torch.autograd.Function):
             product = x @ head.T
             below = below_cap(product, cap)
             exp_logits = torch.exp(below)
-            if counts is not None:
-                exp_logits = exp_logits * counts
+            if multiplicity is not None:
+                exp_logits = exp_logits * multiplicity
             sum_exp = exp_logits.sum(1, keepdim=True)
             # From the product, which is stored anyway; compiled code never stores the distances.
             target_below = below_cap(product.gather(1, target), cap)
@@ -1095,8 +746,8 @@ class CappedCrossEntropy(torch.autograd.Function):
                 weight = weights[chunk]
                 target_weight = (is_same[chunk] * weight[:, None]).sum(-1)
                 scale = weight.sum(1, keepdim=True) / sum_exp
-                part = target_weight / scale.clamp_min(1e-30)
-                target_grad = (torch.exp(target_below) - part) * cap_slope(target_below, top)
+                wanted = target_weight / scale.clamp_min(1e-30)
+                target_grad = (torch.exp(target_below) - wanted) * cap_slope(target_below, top)
                 grad = exp_logits.mul_(cap_slope(below, top)).to(x.dtype)
                 grad.scatter_(1, target, target_grad.to(x.dtype))
                 scale = scale / -CAP_WIDTH  # which cap_slope leaves out
@@ -1128,25 +779,25 @@ def cap_slope(below, top):
     return torch.addcmul(below, below, below, value=1 / top)
 
 
-def sampled_rows(targets, vocab, count):
-    """Choose `count` rows of the vocabulary, at least T, for a softmax: all targets (T,), and
+def sampled_rows(targets, vocab, size):
+    """Choose `size` rows of the vocabulary, at least T, for a softmax: all targets (T,), and
     others, spread over the ids in an order that depends on the targets.
 
-    Returns (rows (count,) int64, rising; positions (vocab,): the place of each chosen row among
-    them, meaningless for the others; counts (count,) float32: how many rows of the vocabulary each
-    one stands for, so that the sum of exponentials is right on average).
+    Returns (rows (size,) int64, rising; positions (vocab,): where each chosen row stands among
+    them, meaningless for the others; multiplicity (size,) float32: how many rows of the vocabulary
+    each one stands for, so that the sum of exponentials is right on average).
     """
     ids = torch.arange(vocab, device=targets.device)
     is_target = torch.zeros_like(ids).index_fill(0, targets, 1)
     turn = (ids + targets.sum()) * SPREAD % 2**31
-    rows = (turn + is_target * 2**31).topk(count).indices.sort().values
-    positions = torch.zeros_like(ids).scatter(0, rows, ids[:count])
+    rows = (turn + is_target * 2**31).topk(size).indices.sort().values
+    positions = torch.zeros_like(ids).scatter(0, rows, ids[:size])
     distinct_targets = is_target.sum()
-    share = (vocab - distinct_targets) / (count - distinct_targets).clamp_min(1)
+    of_others = (vocab - distinct_targets) / (size - distinct_targets).clamp_min(1)
     # A buffer of its own: compiled code would work out torch.where again for every logit. It must
-    # be repeat: torch 2.13 compiles expand to wrong counts here, without an error.
-    counts = share.repeat(count).index_fill(0, positions[targets], 1.0)
-    return rows, positions, counts
+    # be repeat: torch 2.13 compiles expand to wrong numbers here, without an error.
+    multiplicity = of_others.repeat(size).index_fill(0, positions[targets], 1.0)
+    return rows, positions, multiplicity
 
 
 def summed_loss(hidden, targets, segment_start, head, softmax_rows, loss_weights, cap):
@@ -1155,9 +806,9 @@ def summed_loss(hidden, targets, segment_start, head, softmax_rows, loss_weights
     targets, segment_start: (T,), of a MicroBatch. softmax_rows: see Phase. loss_weights: float32,
     of the next token, the second-next, and so on.
     """
-    counts = None
+    multiplicity = None
     if softmax_rows:
-        rows, positions, counts = sampled_rows(targets, len(head), softmax_rows)
+        rows, positions, multiplicity = sampled_rows(targets, len(head), softmax_rows)
         head = head.index_select(0, rows)
         targets = positions[targets]
     predicted = []
@@ -1169,145 +820,260 @@ def summed_loss(hidden, targets, segment_start, head, softmax_rows, loss_weights
         weights.append(F.pad(is_same_segment * weight, (0, ahead)))
     predicted = torch.stack(predicted, 1)
     weights = torch.stack(weights, 1)
-    return CappedCrossEntropy.apply(hidden, head, predicted, weights, counts, cap)
+    return CappedCrossEntropy.apply(hidden, head, predicted, weights, multiplicity, cap)
 
 
-# 6. Model ========================================================================================
+# 5. Model =========================================================================================
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Which group steps a parameter, and with which numbers; most of these are modded-nanogpt's.
+    """How a parameter starts, and how the optimizer steps it: its group, and its own numbers beside
+    those of the group. Most numbers are modded-nanogpt's.
 
     Decay is by the group's rate times the parameter's, and only where update and weight agree in
     sign.
     """
 
-    group: str = "small"  # small | embeddings | matrices
-    lr_mul: float | Tensor = 1.0  # times the group's rate; a tensor (k, 1, 1): of a bank's matrices
-    decay: float = 0.0  # times matrix_decay for matrices, else the weight decay itself
+    group: str = "small"  # a row of parameter_groups()
+    std: float | Tensor = 0.0  # of its first values, which are drawn; 0: they are as given
+    lr_mul: float | Tensor = 1.0  # times the group's rate, or one factor for each matrix, (k, 1, 1)
+    decay: float = 0.0  # times the group's decay
     betas: tuple = (0.9, 0.99)  # Muon and SOAP-Muon read the second; the first follows a schedule
 
 
 def ruled(values, **rule):
-    """A parameter with these values that carries its Rule, by which the optimizer steps it."""
+    """A parameter that starts with these values and carries its Rule."""
     param = nn.Parameter(values)
     param.rule = Rule(**rule)
     return param
 
 
-# Parameters that only layers with some field of Layer have, by this field. Along their first axis
-# they are cut into equal parts, one a layer.
-PARTS = {
-    "attends": ("query_key", "value_output"),
-    "value_embedding": ("value_embed", "value_gate"),
-    "exclusive": ("exclusive_gate",),
-    "skip": ("skip_scale",),
-    "decides_gates": ("gate_up", "gate_down"),
-}
+def matrices(config, *shape, **rule):
+    """Matrices (k, m, n) of attention or an MLP, which the rule `matrix_update` steps."""
+    values = torch.zeros(shape, dtype=config.torch_dtype)
+    return ruled(values, group="matrices", decay=1.0, betas=(0.9, 0.9), **rule)
+
+
+def embedding(config, **rule):
+    """A row of model_dim numbers for each token of the vocabulary."""
+    values = torch.zeros(config.vocab_size, config.model_dim, dtype=config.torch_dtype)
+    return ruled(values, group="embeddings", **rule)
+
+
+def gates(config, outputs, **rule):
+    """Weights (outputs, GATE_DIM) of gates, see gate(), which are 1 at first."""
+    return ruled(torch.zeros(outputs, GATE_DIM, dtype=config.torch_dtype), **rule)
+
+
+@torch.no_grad()
+def draw_parameters(model, seed):
+    """Draw the first values of a model's parameters, each with a generator of its own, seeded by
+    (seed, name). So two scripts start from equal weights in all that they share."""
+    for name, param in model.named_parameters():
+        if torch.as_tensor(param.rule.std).any():
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+            param.copy_(torch.randn(param.shape, generator=generator) * param.rule.std)
+
+
+class GateMLP(nn.Module):
+    """A small MLP that computes n numbers of each token, 0 at first or `bias`: gates of heads, or
+    weights of states."""
+
+    def __init__(self, config, outputs, bias=None):
+        super().__init__()
+        dim = config.model_dim
+        up = torch.zeros(GATE_MLP_DIM, dim, dtype=config.torch_dtype)
+        self.up = ruled(up, std=(3 * dim) ** -0.5, lr_mul=0.25)
+        self.down = ruled(up.new_zeros(outputs, GATE_MLP_DIM), lr_mul=0.25)
+        self.bias = None if bias is None else ruled(bias / GATE_MLP_SCALE, lr_mul=0.25)
+
+    def forward(self, x):
+        """(T, n), of x (T, model_dim)."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return GATE_MLP_SCALE * F.linear(F.gelu(F.linear(x, self.up)), self.down, bias)
+
+
+class Scene(NamedTuple):
+    """What all blocks of a forward pass read."""
+
+    inputs: Tensor  # (T,) int32 token ids
+    position: Tensor  # (T,) of each token in its segment
+    embedded: Tensor  # (T, model_dim), normalised
+    ngram: Tensor  # (T, model_dim), the sum of each token's rows of the table
+    rotary: tuple  # see rotary_tables
+    masks: dict  # {(is_long, paired_heads): the back end's mask}
+
+
+class Block(nn.Module):
+    """A transformer block: the parameters and the work of one row of Config.layers.
+
+    Matrices have a leading axis. `query_key` is (k, m * head_dim, model_dim): q and k, cut into
+    groups of m heads, each of which is one matrix to Muon: pairs of heads, or all heads where their
+    number is odd. `value_output` is (2, model_dim, model_dim). `mlp` is (2, mlp_dim, model_dim), up
+    and the transpose of down.
+    """
+
+    def __init__(self, config, number, back_end):
+        super().__init__()
+        layer = config.layers[number]
+        self.config = config
+        self.layer = layer
+        self.back_end = back_end
+        dim = config.model_dim
+        heads = dim // config.head_dim
+        std = 0.6 / math.sqrt(dim)
+        if layer.attends:
+            width = dim if heads % 2 else 2 * config.head_dim
+            self.query_key = matrices(config, 2 * dim // width, width, dim, std=std)
+            stds = torch.tensor([config.value_std, config.output_std]) / math.sqrt(dim)
+            self.value_output = matrices(config, 2, dim, dim, std=stds[:, None, None])
+        if layer.value_embedding:
+            rule = {"lr_mul": 75.0, "decay": 1.875, "betas": (0.75, 0.95)}
+            self.value_embed = embedding(config, std=0.01, **rule)
+            self.value_gate = gates(config, heads)
+        if layer.exclusive:
+            self.exclusive_gate = gates(config, heads)
+        if layer.decides_gates:
+            self.gated = config.layers_gated_by(number)
+            self.gate_mlp = GateMLP(config, len(self.gated) * heads)
+        if layer.skip:
+            self.skip_scale = ruled(torch.full((1,), 0.1), lr_mul=5.0)
+        rates = torch.tensor([1.0, 2.0])[:, None, None]
+        stds = torch.tensor([std, 0.0])[:, None, None]
+        self.mlp = matrices(config, 2, config.mlp_dim, dim, std=stds, lr_mul=rates)
+        kernel = torch.zeros(config.mlp_reach, dim, dtype=config.torch_dtype)
+        self.mlp_kernel = ruled(kernel, lr_mul=3.0)
+        self.ngram_gate = gates(config, 1)
+        self.residual_scale = ruled(torch.ones(1), lr_mul=5.0, betas=(0.9, 0.95))
+        self.embed_scale = ruled(torch.zeros(1), lr_mul=config.embed_scale_lr)
+        # They multiply what attention and MLP add, and step by twice the matrices' rate: five times
+        # Adam's, as others have it, was too much on english.
+        lr_mul = 2 * config.matrix_lr / config.adam_lr
+        self.output_scale = ruled(torch.ones(1 + layer.attends), lr_mul=lr_mul)
+
+    @torch.no_grad()
+    def start_shifted_keys(self):
+        """Let a token attend to what followed its like, from the first step on: the half of a key
+        that is of the token before starts as that token's query, the other half as zero."""
+        heads = self.config.model_dim // self.config.head_dim
+        # By q or k, head, side of a pair of channels, and whether the pair rotates or not.
+        queries, keys = self.query_key.view(2, heads, 2, 2, -1, self.config.model_dim)
+        keys[:, :, 0] = 0
+        keys[:, :, 1] = queries[:, :, 1]
+
+    def enter(self, x, scene):
+        """The residual stream x (T, model_dim) with what a block adds of embedding and n-grams."""
+        x = self.residual_scale[0] * x + self.embed_scale[0] * scene.embedded
+        return x + gate(x, self.ngram_gate) * scene.ngram
+
+    def attention(self, x, scene, mixture=None, head_gates=None):
+        """What attention adds to the residual stream, computed from x (T, model_dim).
+
+        mixture (T, model_dim), or None, is added to the values. head_gates: (T, heads), or None;
+        each token scales each head's output by 1 + its own.
+        """
+        config = self.config
+        layer = self.layer
+        cos, sin = scene.rotary
+        heads = config.model_dim // config.head_dim
+        value, output = self.value_output.unbind()
+        x_normed = norm(x)
+        weights = torch.cat([self.query_key.flatten(0, 1), value])
+        qkv = F.linear(x_normed, weights).view(len(x), -1, config.head_dim)
+        qk, v = qkv.split([2 * heads, heads], dim=1)
+        if layer.value_embedding:
+            embedded = F.embedding(scene.inputs, self.value_embed)
+            half = GATE_DIM // 2
+            gated_by = torch.cat([x_normed[:, :half], embedded[:, :half]], dim=1)
+            v = v + gate(gated_by, self.value_gate)[..., None] * embedded.view_as(v)
+        if mixture is not None:
+            v = v + mixture.view_as(v)
+        qk = norm(qk)  # of all heads, queries before keys
+        if layer.shifted_keys:
+            q, k = qk.chunk(2, dim=1)
+            qk = torch.cat([q, shifted(k, scene.position == 0)], dim=1)
+        values = v
+        if layer.paired_heads:
+            qk = in_pairs(qk)
+            values = in_pairs(v)
+        q, k = rotate(qk, cos[: len(qk)], sin[: len(qk)]).chunk(2, dim=1)
+        mask = scene.masks[layer.is_long, layer.paired_heads]
+        y = self.back_end.attend(q, k, values, mask, config.attention_scale)
+        if layer.paired_heads:
+            y = out_of_pairs(y)
+        if layer.exclusive:
+            removed = gate(x, self.exclusive_gate) - 1
+            y = exclusive_attention(y, v, removed[..., None])
+        if head_gates is not None:
+            y = y * (1 + head_gates)[..., None]
+        # Scaling the last matrix scales what is added, with less to read and keep.
+        return F.linear(y.flatten(1), self.output_scale[0] * output)
+
+    def feed_forward(self, x, scene):
+        """What the MLP adds to the residual stream x (T, model_dim)."""
+        up, down = self.mlp.unbind()
+        mlp_input = convolved(norm(x), self.mlp_kernel, scene.position)
+        return F.relu(F.linear(mlp_input, up)).square() @ (self.output_scale[-1] * down)
+
+
+class Mixer(nn.Module):
+    """Dense connections of the last block, those of MUDD (Xiao et al. 2025): weighted sums of
+    earlier states, whose weights a small MLP computes for each token.
+
+    Two sums enter the block, into its values and into its input. A third one, which has the first
+    value embedding among its states, is added behind it.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        states = 2 + len(config.layers_with("feeds_last"))
+        self.before = GateMLP(config, 2 * states, torch.zeros(2 * states))
+        bias = torch.zeros(states + bool(config.layers_with("value_embedding")))
+        bias[states - 2] = -0.5  # of the last layer that feeds it: modded-nanogpt's backout
+        self.behind = GateMLP(config, len(bias), bias)
+
+    def enter(self, states):
+        """What is added to the values of the last block, and to its input, from the states
+        [(T, model_dim)]. The last state is that input."""
+        weights = self.before(states[-1]).chunk(2, dim=1)
+        return [weighted_sum(weight, states) for weight in weights]
+
+    def leave(self, x, states):
+        """What is added to x (T, model_dim) behind the last block."""
+        return weighted_sum(self.behind(x), states)
+
+
+def weighted_sum(weights, states):
+    """The sum of states [(T, model_dim)] with the weights (T, states) of each token."""
+    columns = weights.split(1, dim=1)
+    return sum(weight * state for weight, state in zip(columns, states, strict=True))
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer over packed documents.
-
-    Three banks hold its matrices, so that updates are batched: `query_key` (n, m * head_dim,
-    model_dim) has q and k of each layer that attends, cut into groups of m heads, which are one
-    matrix each to Muon: pairs, or all heads where their number is odd; `value_output` (2 * such
-    layers, model_dim, model_dim) has v and o; `mlp` (2 * layers, mlp_dim, model_dim) has up and the
-    transpose of down.
-    """
+    """Decoder-only transformer over packed documents: embeddings, blocks, and what ties blocks."""
 
     def __init__(self, config, back_end):
         super().__init__()
         self.config = config
         self.back_end = back_end
-        dim = config.model_dim
-        layers = len(config.layers)
-        vocab = config.vocab_size
-        generator = torch.Generator().manual_seed(config.seed)
-
-        def drawn(*shape, std):
-            return (torch.randn(*shape, generator=generator) * std).to(config.torch_dtype)
-
-        def gates(*shape, lr_mul=1.0):
-            zeros = torch.zeros(*shape, GATE_DIM, dtype=config.torch_dtype)
-            return ruled(zeros, lr_mul=lr_mul)
-
-        def gate_mlps(count, outputs):
-            """Matrices up and down of MLPs with so many outputs, which are 0 at first."""
-            up = drawn(count, GATE_MLP_DIM, dim, std=(3 * dim) ** -0.5)
-            down = up.new_zeros(count, outputs, GATE_MLP_DIM)
-            return [ruled(matrices, lr_mul=0.25) for matrices in (up, down)]
-
-        embeddings = functools.partial(ruled, group="embeddings")
-        of_tokens = {"lr_mul": config.embed_lr, "decay": 0.75, "betas": (0.5, 0.95)}
-        self.embed = embeddings(drawn(vocab, dim, std=0.7), **of_tokens)
-        self.head = embeddings(drawn(vocab, dim, std=0.005), **of_tokens)
+        rule = {"lr_mul": config.embed_lr, "decay": 0.75, "betas": (0.5, 0.95)}
+        self.embed = embedding(config, std=0.7, **rule)
+        self.head = embedding(config, std=0.005, **rule)
+        numbers = range(len(config.layers))
+        self.blocks = nn.ModuleList(Block(config, number, back_end) for number in numbers)
+        self.mixer = Mixer(config) if config.layers_with("feeds_last") else None
+        self.smear_gate = gates(config, 1, lr_mul=0.01)
+        self.smear_scale = ruled(torch.zeros(1), lr_mul=5.0)
+        self.ngram_gate = gates(config, 1)  # before the head
+        self.copy_scale = ruled(torch.zeros(len(config.copy_orders)), lr_mul=20.0)
+        self.copy_gate = gates(config, len(config.copy_orders), lr_mul=0.1)
+        draw_parameters(self, config.seed)
         if untie_step(config):  # they are equal until then
             self.embed.data.copy_(self.head.data)
-        heads = dim // config.head_dim
-        width = dim if heads % 2 else 2 * config.head_dim
-        std = 0.6 / math.sqrt(dim)
-        attending = config.layers_with("attends")
-        query_key = drawn(2 * len(attending) * dim // width, width, dim, std=std)
-        # By layer, q or k, head, side of a pair of channels, and whether the pair rotates or not.
-        channels = query_key.view(len(attending), 2, heads, 2, 2, -1, dim)
         for number in config.layers_with("shifted_keys"):
-            # Half of a key is of the token before. It begins as that token's query, and the other
-            # half as zero: from the first step a token attends to what followed its like.
-            queries, keys = channels[attending.index(number)]
-            keys[:, :, 0] = 0
-            keys[:, :, 1] = queries[:, :, 1]
-        value_output = drawn(2 * len(attending), dim, dim, std=1 / math.sqrt(dim))
-        mlps = drawn(2 * layers, config.mlp_dim, dim, std=std)
-        value_output[::2] *= config.value_std
-        value_output[1::2] *= config.output_std
-        mlps[1::2] = 0
-        matrices = functools.partial(ruled, group="matrices", decay=1.0, betas=(0.9, 0.9))
-        self.query_key = matrices(query_key)
-        self.value_output = matrices(value_output)
-        self.mlp = matrices(mlps, lr_mul=torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None])
-        value_layers = len(config.layers_with("value_embedding"))
-        value_embed = drawn(value_layers * vocab, dim, std=0.01)
-        self.value_embed = embeddings(value_embed, lr_mul=75.0, decay=1.875, betas=(0.75, 0.95))
-        self.value_gate = gates(value_layers, heads)
-        self.exclusive_gate = gates(len(config.layers_with("exclusive")), heads)
-        self.smear_gate = gates(1, lr_mul=0.01)
-        self.smear_scale = ruled(torch.zeros(1), lr_mul=5.0)
-        self.residual_scale = ruled(torch.ones(layers), lr_mul=5.0, betas=(0.9, 0.95))
-        # They multiply what attention and MLP add, and step by twice the matrices' rate: five times
-        # Adam's, as others have it, was too much on english.
-        lr_mul = 2 * config.matrix_lr / config.adam_lr
-        self.output_scale = ruled(torch.ones(layers, 2), lr_mul=lr_mul)
-        self.embed_scale = ruled(torch.zeros(layers), lr_mul=config.embed_scale_lr)
-        kernels = torch.zeros(layers, config.mlp_reach, dim, dtype=config.torch_dtype)
-        self.mlp_kernel = ruled(kernels, lr_mul=3.0)
-        self.ngram_gate = gates(layers + 1)  # before each layer and before the head
-        self.copy_scale = ruled(torch.zeros(len(config.copy_orders)), lr_mul=20.0)
-        self.copy_gate = gates(len(config.copy_orders), lr_mul=0.1)
-        skips = torch.full((len(config.layers_with("skip")),), 0.1)
-        self.skip_scale = ruled(skips, lr_mul=5.0)
-        self.feeding = len(config.layers_with("feeds_last"))
-        if self.feeding:
-            shares = 2 * (self.feeding + 2)  # of states, for two sums: see mixtures()
-            bias = torch.zeros(2, shares)
-            bias[1, self.feeding] = -0.5 / GATE_MLP_SCALE  # the last of them, behind the last layer
-            self.dense_up, self.dense_down = gate_mlps(2, shares)
-            self.dense_bias = ruled(bias, lr_mul=0.25)
-        deciding = len(config.layers_with("decides_gates"))
-        self.gate_up, self.gate_down = gate_mlps(deciding, layers * heads)
-
-    def parts(self):
-        """Each layer's part of the parameters in PARTS: [{name: part}]. Parameters are split at
-        once, since the gradient of an index is as large as what was indexed."""
-        parts = [{} for _ in self.config.layers]
-        for field, names in PARTS.items():
-            numbers = self.config.layers_with(field)
-            for name in names if numbers else ():
-                chunks = getattr(self, name).chunk(len(numbers))
-                for number, chunk in zip(numbers, chunks, strict=True):
-                    parts[number][name] = chunk.squeeze(0)
-        return parts
+            self.blocks[number].start_shifted_keys()
 
     def masks(self, micro_batch, phase):
         """{(is_long, paired_heads): the back end's mask} for each kind of layers that attend."""
@@ -1321,133 +1087,68 @@ class GPT(nn.Module):
                 masks[kind] = self.back_end.mask(micro_batch, window, positions, phase, dtype)
         return masks
 
-    def embedding(self, micro_batch, is_first):
+    def embedded(self, inputs, position):
         """Each token's embedding with a gated share of the one before it in its segment."""
-        x = F.embedding(micro_batch.inputs, self.embed)
+        x = F.embedding(inputs, self.embed)
         share = torch.sigmoid(F.linear(x[:, :GATE_DIM], self.smear_gate))
-        share = share.masked_fill(is_first[:, None], 0)
+        share = share.masked_fill((position == 0)[:, None], 0)
         before = F.pad(x, (0, 0, 1, -1))
         return norm(x + self.smear_scale[0] * share * before)
 
     def copied(self, x, micro_batch):
         """The sum of the head's rows of each token's copies, (T, model_dim), each weighted by its
         order and by x (T, model_dim)."""
-        is_there = micro_batch.guesses < NO_TOKEN
+        is_there = micro_batch.guesses >= 0
         # Where there is no copy, the current token has weight 0: no row is read by all tokens.
         token = micro_batch.guesses.where(is_there, micro_batch.inputs[:, None])
         weights = self.copy_scale + F.linear(norm(x)[:, :GATE_DIM], self.copy_gate)
         rows = F.embedding(token, norm(self.head))
         return ((weights * is_there)[..., None] * rows).sum(1).to(x.dtype)
 
-    def attention(self, x, number, part, mixture, gates, is_first, rotary, mask):
-        """What attention of a layer adds to the residual stream, as it reads x (T, model_dim).
-
-        part: what the layer has of the parameters, and value_embedding (T, model_dim). mixture (T,
-        model_dim), or None, is added to the values. gates: (T, heads), or None; each token scales
-        each head's output by 1 + its own.
-        """
-        config = self.config
-        layer = config.layers[number]
-        cos, sin = rotary
-        heads = config.model_dim // config.head_dim
-        value, output = part["value_output"].unbind()
-        x_normed = norm(x)
-        weights = torch.cat([part["query_key"].flatten(0, 1), value])
-        qkv = F.linear(x_normed, weights).view(len(x), -1, config.head_dim)
-        qk, v = qkv.split([2 * heads, heads], dim=1)
-        if layer.value_embedding:
-            embedding = part["value_embedding"]
-            half = GATE_DIM // 2
-            read = torch.cat([x_normed[:, :half], embedding[:, :half]], dim=1)
-            share = gate(read, part["value_gate"])[..., None]
-            v = v + share * embedding.view_as(v)
-        if mixture is not None:
-            v = v + mixture.view_as(v)
-        qk = norm(qk)  # of all heads, queries before keys
-        if layer.shifted_keys:
-            q, k = qk.chunk(2, dim=1)
-            qk = torch.cat([q, shifted(k, is_first)], dim=1)
-        seen = v
-        if layer.paired_heads:
-            qk = in_pairs(qk)
-            seen = in_pairs(v)
-        q, k = rotate(qk, cos[: len(qk)], sin[: len(qk)]).chunk(2, dim=1)
-        y = self.back_end.attend(q, k, seen, mask, config.attention_scale)
-        if layer.paired_heads:
-            y = out_of_pairs(y)
-        if layer.exclusive:
-            share = gate(x, part["exclusive_gate"]) - 1
-            y = exclusive_attention(y, v, share[..., None])
-        if gates is not None:
-            y = y * (1 + gates)[..., None]
-        # Scaling the last matrix scales what is added, with less to read and keep.
-        return F.linear(y.flatten(1), self.output_scale[number, 0] * output)
-
-    def mixtures(self, x, place, states, count):
-        """`count` sums of states (T, model_dim), with shares that each token's x decides: the dense
-        connections of MUDD (Xiao et al. 2025), ahead of the last layer (place 0) or behind it."""
-        shares = gate_mlp(x, self.dense_up[place], self.dense_down[place])
-        shares = shares + GATE_MLP_SCALE * self.dense_bias[place].to(x.dtype)
-        sums = []
-        for part in shares.split(len(states), dim=1)[:count]:
-            terms = zip(part.split(1, dim=1), states, strict=True)
-            sums.append(sum(share * state for share, state in terms))
-        return sums
-
     def hidden(self, micro_batch, ngram, phase, rotary):
         """Final hidden states (T, model_dim), normalised.
 
-        ngram: (T, model_dim), from NgramTable.summed. rotary: what rotary_tables returns.
+        ngram: (T, model_dim), the sum of each token's rows of the table. rotary: what rotary_tables
+        returns.
         """
-        config = self.config
+        inputs = micro_batch.inputs
         start = micro_batch.segment_start
         position = torch.arange(len(start), device=start.device) - start
-        is_first = position == 0
-        masks = self.masks(micro_batch, phase)
-        parts = self.parts()
-        last = len(parts) - 1
-        mlps = self.mlp.unflatten(0, (-1, 2)).unbind()
-        embedded = self.embedding(micro_batch, is_first)
-        x = embedded
-        outputs = []  # of the layers so far
-        states = []  # that the last layer mixes
-        shared = None  # what attention reads, in the place of the residual stream
-        gates = [None] * len(parts)
-        for number, (layer, part) in enumerate(zip(config.layers, parts, strict=True)):
+        x = self.embedded(inputs, position)
+        scene = Scene(inputs, position, x, ngram, rotary, self.masks(micro_batch, phase))
+        outputs = []  # of the blocks so far
+        states = []  # that the mixer reads
+        attended = None  # what attention reads in place of the residual stream
+        head_gates = {}  # by layer
+        for number, block in enumerate(self.blocks):
+            layer = block.layer
             if layer.decides_gates:
-                # Gates of all layers, until the next layer that decides.
-                gates = gate_mlp(x, part["gate_up"], part["gate_down"])
-                gates = gates.unflatten(1, (len(parts), -1)).unbind(1)
+                columns = block.gate_mlp(x).chunk(len(block.gated), dim=1)
+                head_gates.update(zip(block.gated, columns, strict=True))
             if layer.skip:
-                x = x + part["skip_scale"] * outputs[number - layer.skip]
-            x = self.residual_scale[number] * x + self.embed_scale[number] * embedded
-            x = x + gate(x, self.ngram_gate[number : number + 1]) * ngram
-            if number in (0, last):
-                states.append(x)
+                x = x + block.skip_scale[0] * outputs[number - layer.skip]
+            x = block.enter(x, scene)
             mixture = None
-            if self.feeding and number == last:
-                mixture, addend = self.mixtures(x, 0, states, count=2)
+            if number == 0:
+                states.append(x)
+            elif self.mixer and block is self.blocks[-1]:
+                states.append(x)
+                mixture, addend = self.mixer.enter(states)
                 x = x + addend
-            if layer.value_embedding:
-                part["value_embedding"] = F.embedding(micro_batch.inputs, part["value_embed"])
             if layer.attends:
-                read = x if shared is None else shared
-                mask = masks[layer.is_long, layer.paired_heads]
-                own = gates[number]
-                x = x + self.attention(read, number, part, mixture, own, is_first, rotary, mask)
-            up, down = mlps[number]
-            read = convolved(norm(x), self.mlp_kernel[number], position)
-            hidden = F.relu(F.linear(read, up)).square()
-            x = x + hidden @ (self.output_scale[number, 1] * down)
+                attention_input = x if attended is None else attended
+                x = x + block.attention(attention_input, scene, mixture, head_gates.get(number))
+            x = x + block.feed_forward(x, scene)
             outputs.append(x)
             if layer.feeds_attention:
-                shared = x
+                attended = x
             if layer.feeds_last:
                 states.append(x)
-        states += [part["value_embedding"] for part in parts if "value_embed" in part][:1]
-        x = x + gate(x, self.ngram_gate[-1:]) * ngram
-        if self.feeding:
-            x = x + self.mixtures(x, 1, states, count=1)[0]
+        x = x + gate(x, self.ngram_gate) * ngram
+        if self.mixer:
+            for number in self.config.layers_with("value_embedding")[:1]:
+                states.append(F.embedding(inputs, self.blocks[number].value_embed))
+            x = x + self.mixer.leave(x, states)
         return norm(x + self.copied(x, micro_batch))
 
     def logits(self, hidden):
@@ -1462,33 +1163,35 @@ class GPT(nn.Module):
         cap = self.config.logit_cap
         # A sampled softmax is of one micro-batch, however many the pass has.
         length = self.config.micro_batch_tokens if rows else len(hidden)
-        read = hidden, micro_batch.targets, micro_batch.segment_start
-        parts = [tensor.split(length) for tensor in read]
+        tensors = hidden, micro_batch.targets, micro_batch.segment_start
+        chunks = [tensor.split(length) for tensor in tensors]
         total = 0.0
         losses = []
-        for part in zip(*parts, strict=True):
-            loss, next_losses = summed_loss(*part, self.head, rows, loss_weights, cap)
+        for chunk in zip(*chunks, strict=True):
+            loss, next_losses = summed_loss(*chunk, self.head, rows, loss_weights, cap)
             total = total + loss
             losses.append(next_losses)
         return total, torch.cat(losses), hidden.detach()
 
 
-# 7. Update rules =================================================================================
+# 6. Update rules ==================================================================================
+
+
 # A rule changes weight and state {key: tensor} in place. UPDATE_RULES, below, has a row for each.
-
-
 class Hyper(NamedTuple):
     """The numbers of one update. Where updates are compiled, all but dtype are tensors."""
 
     count: Any  # of updates so far, this one included
     lr: Any
-    decay: Any  # of an agreeing weight, over lr
+    decay: Any  # weight decay, as a multiple of lr, where update and weight have the same sign
     momentum: Any
     betas: Any
     dtype: torch.dtype  # of products
 
 
-ROUNDING = 1e-5  # below this share of the RMS beside it, a gradient is taken for rounding
+# Gradients below this share of their tensor's RMS, for small parameters of all of them together,
+# count as rounding noise.
+ROUNDING = 1e-5
 
 
 def adam_update(weight, grad, state, hyper):
@@ -1507,26 +1210,6 @@ def adam_update(weight, grad, state, hyper):
     is_rounding = root <= ROUNDING * second.mean(tuple(axes), keepdim=True).sqrt()
     update = (first / root).masked_fill(is_rounding, 0.0)
     cautious_step(weight, update, hyper.lr, hyper.decay)
-
-
-ROW_MEMORY = 0.98  # what a row's moment keeps of itself at each of its updates
-
-
-def adagrad_rows_update(table, second, rows, grads, lr, floor):
-    """Row-wise Adagrad on distinct rows (u,) of the table (n, dim), in place, at their cost alone.
-
-    It forgets: a rare row's steps shrink from `lr` on as Adagrad's do, and a frequent one's no
-    further than to lr * sqrt(1 - ROW_MEMORY), so that it goes on to learn in a long run.
-
-    second: (n,), the fading sum of each row's mean squared gradients. grads: (u, dim), sums over
-    tokens. floor: a gradient RMS that is added to the moment: a row that is new where tokens are
-    predicted well should hardly move.
-    """
-    moment = ROW_MEMORY * second[rows] + grads.square().mean(1)
-    second[rows] = moment
-    steps = grads * (-lr * (moment + floor * floor).rsqrt())[:, None]
-    # On a CPU this takes a third of the time of table[rows] += steps, for the same bits.
-    table.scatter_add_(0, rows[:, None].expand_as(steps), steps)
 
 
 # Polar Express (Amsel et al. 2025): the composed odd polynomials that bring singular values in
@@ -1592,6 +1275,55 @@ def muon_update(weight, grad, state, hyper):
     orthogonal_step(weight, direction, state, hyper)
 
 
+class UpdateRule(NamedTuple):
+    """An update rule of a part of a parameter, and the state that it keeps of it."""
+
+    update: Callable  # (weight, grad, state, hyper), see take_step
+    keeps: tuple  # keys of zeros, float32, of the part's shape
+    extra: Callable | None = None  # (part, config): what else it keeps
+    follow: Callable | None = None  # (step, config, banks): what comes behind all updates
+
+
+def row_squares(part, config):
+    """What NorMuon keeps: a number for each row of a tall matrix, or column of a wide one."""
+    matrices, rows, columns = part.shape
+    shape = (matrices, rows, 1) if rows >= columns else (matrices, 1, columns)
+    return {"row_square": part.new_zeros(shape, dtype=torch.float32)}
+
+
+UPDATE_RULES = {
+    "adam": UpdateRule(adam_update, ("first", "second")),
+    "muon": UpdateRule(muon_update, ("momentum",), extra=row_squares),
+}
+
+
+class GroupRow(NamedTuple):
+    """How a group is updated."""
+
+    rule: str  # a row of UPDATE_RULES; the table has one of its own
+    lr: float  # the rate
+    decay: float  # weight decay, as a multiple of the rate
+    every: int  # steps between updates
+    may_share: bool  # whether ranks share a large group out
+
+
+def group_rows(config):
+    """{group: its GroupRow}. Raises ConfigError."""
+    rule = config.matrix_update
+    names = ", ".join(UPDATE_RULES)
+    require(rule in UPDATE_RULES, f"matrix_update={rule}", f"must be one of {names}")
+    adam = "adam", config.adam_lr, 1.0, config.adam_every
+    matrices = rule, config.matrix_lr, config.matrix_decay, 1
+    return {
+        "small": GroupRow(*adam, may_share=False),
+        "embeddings": GroupRow(*adam, may_share=True),
+        "ngram_table": GroupRow("adagrad", config.ngram_lr, 0.0, 1, may_share=True),
+        "matrices": GroupRow(*matrices, may_share=True),
+    }
+
+
+# 7. SOAP ==========================================================================================
+
 # SOAP (Vyas et al. 2024) and its relatives keep, for the rows and for the columns of a matrix G, a
 # Kronecker factor (the running mean of G Gᵀ, of Gᵀ G) and a basis that follows the factor's
 # eigenvectors. Momentum stays in the parameters' own basis; only the second moment lives in the
@@ -1640,7 +1372,7 @@ def has_basis(state):
 def soap_update(weight, grad, state, hyper):
     """SOAP: Adam in the eigenbasis, times 1 / sqrt(n), so that a rate means what it does for Muon.
 
-    A matrix' first gradient goes into the factors alone, as in the authors' code: in the momentum
+    A matrix's first gradient goes into the factors alone, as in the authors' code: in the momentum
     it would meet the second moment of another one, which makes steps of any size.
     """
     sides = eigen_sides(state)
@@ -1670,25 +1402,6 @@ def soap_muon_update(weight, grad, state, hyper):
     moment.lerp_(rotated.square(), (1 - FACTOR_BETA) * known)
     whitened = turned(rotated * moment.clamp_min(1e-16).rsqrt(), sides, back=True)
     orthogonal_step(weight, torch.where(known > 0, whitened, direction), state, hyper)
-
-
-class UpdateRule(NamedTuple):
-    """An update rule, and the state that it needs: see ParameterGroup.new_state."""
-
-    update: Callable
-    keeps: tuple
-    has_bases: bool = False  # eigenbases, which follow the gradients after each update
-    is_kl: bool = False  # whether their factors are KL-Shampoo's
-
-
-UPDATE_RULES = {
-    "adam": UpdateRule(adam_update, ("first", "second")),
-    "muon": UpdateRule(muon_update, ("momentum", "row_square")),
-    "soap": UpdateRule(soap_update, ("momentum", "moment", "count"), has_bases=True),
-    "soap_muon": UpdateRule(soap_muon_update, ("momentum", "row_square", "moment"), has_bases=True),
-    # Weights step before the bases follow, as in github.com/yorkerlin/KL-Methods, optim/kl_opt.py.
-    "kl_soap": UpdateRule(soap_update, ("momentum", "moment", "count"), has_bases=True, is_kl=True),
-}
 
 
 def update_factors(grad, sides, is_kl):
@@ -1766,677 +1479,55 @@ def refresh_eigenbases(banks, method):
     for sides in by_size.values():
         factors = torch.cat([side.factor for side in sides])
         bases = torch.cat([side.basis for side in sides])
-        counts = [len(side.basis) for side in sides]
+        lengths = [len(side.basis) for side in sides]
         bases, orders = eigenbasis_step(factors, bases, method)
-        stepped = zip(sides, bases.split(counts), orders.split(counts), strict=True)
+        stepped = zip(sides, bases.split(lengths), orders.split(lengths), strict=True)
         for side, basis, order in stepped:
             side.basis.copy_(basis)
             index = order[:, :, None] if side.axis == -2 else order[:, None]
             side.moment.copy_(side.moment.gather(side.axis, index.expand_as(side.moment)))
 
 
-# 8. Parameter groups =============================================================================
+def eigenbases(part, config):
+    """What the SOAP rules keep of a part (k, m, n) of a bank beside zeros of its shape."""
+    state = {"count": part.new_zeros(len(part), 1, 1, dtype=torch.float32)}
+    state |= row_squares(part, config)  # SOAP-Muon's
+    for side, size in zip(("row", "column"), part.shape[1:], strict=True):
+        if size <= config.one_sided_above:
+            identity = torch.eye(size, device=part.device)
+            state[f"{side}_factor"] = part.new_zeros(len(part), size, size, dtype=torch.float32)
+            state[f"{side}_basis"] = identity.repeat(len(part), 1, 1)
+    return state
 
 
-class Group:
-    """Parameters that step, travel and are saved together.
+def follow_gradients(step, config, banks, is_kl=False):
+    """Take gradients into the factors, and refresh the bases of every k-th matrix, in turn; in the
+    first steps those of all matrices.
 
-    Optimizer.step takes all groups that are due through three calls, each of which gets what the
-    one before it has returned:
-        reduce(step)                   start to sum their gradients over ranks
-        update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
-        receive(step, pending)         take over what other ranks have sent
+    banks: (state, gradient (k, m, n), number of the bank's first matrix) of this rank's parts.
     """
-
-    every = 1  # steps between updates
-    is_frozen = False
-    is_shared_out = True  # or else every rank updates all of it
-
-    def __init__(self, name, config, runtime):
-        self.name = name
-        self.config = config
-        self.runtime = runtime
-        self.counts = {}  # {parameter: length of its first axis, along which ranks share it}
-        self.state = {}  # {parameter: {key: tensor of this rank's part}}, which is saved
-        self.members = {}  # {name: parameter of the model}
-
-    def is_due(self, step):
-        """Whether the group is updated at a step: every k-th, and the run's last."""
-        is_last = step + 1 == self.config.steps
-        return not self.is_frozen and ((step + 1) % self.every == 0 or is_last)
-
-    def owned_range(self, name):
-        """The range of a parameter's first axis that this rank updates."""
-        count = self.counts[name]
-        return self.runtime.owned_range(count) if self.is_shared_out else (0, count)
-
-    def own(self, name, tensor):
-        """This rank's part of a tensor that has the parameter's first axis."""
-        low, high = self.owned_range(name)
-        return tensor[low:high]
-
-    def tensors(self):
-        """{name: tensor} of all that a step changes on this rank."""
-        found = {}
-        for name, state in self.state.items():
-            found.update({f"{name}.{key}": value for key, value in state.items()})
-        for name, param in self.members.items():
-            found[f"{name}.param"] = param.data
-            if param.grad is not None:  # it waits for the group's next step
-                found[f"{name}.grad"] = param.grad
-        return found
-
-    def full_state(self):
-        """The state of whole parameters on rank 0; all ranks must call it."""
-        if not self.is_shared_out:
-            return self.state
-        gather = self.runtime.gather_on_main
-        return {
-            name: {key: gather(part, self.counts[name]) for key, part in state.items()}
-            for name, state in self.state.items()
-        }
-
-    def load(self, full):
-        """The inverse of full_state, at any world size."""
-        for name, state in self.state.items():
-            for key, value in state.items():
-                value.copy_(self.own(name, full[name][key]))
-
-
-def take_step(update, part, grad, state, hyper):
-    """Update this rank's part of a parameter in place; a narrow one has a float32 master."""
-    weight = state.get("master", part)
-    update(weight, grad, state, hyper)
-    if weight is not part:
-        part.copy_(weight)
-
-
-def compiled_updates():
-    """take_step as a handful of kernels. All numbers of an update are tensors on the CPU, so that
-    a schedule of any of them recompiles nothing."""
-    step = torch.compile(take_step, dynamic=False)
-
-    def call(update, part, grad, state, hyper):
-        *numbers, dtype = hyper
-        hyper = Hyper(*pytree.tree_map(torch.as_tensor, numbers), dtype)
-        step(update, part, grad, state, hyper)
-
-    return call
-
-
-def state_shape(key, shape):
-    """The shape of what a rule keeps under a key for a part of a parameter: mostly its own."""
-    if key == "count":
-        return shape[0], 1, 1
-    if key == "row_square":  # of a wide matrix: of its columns
-        count, rows, columns = shape
-        return (count, rows, 1) if rows >= columns else (count, 1, columns)
-    return shape
-
-
-# Ranks share out a group of more values than this. Every rank updates all of a smaller one, which
-# takes one collective; to share it out takes two for each parameter, and more time.
-SHARE_ABOVE = 2**22
-
-
-def gradient(param):
-    """The gradient of the losses summed since the parameter's last update; 0 where it has none."""
-    return torch.zeros_like(param) if param.grad is None else param.grad
-
-
-def end_to_end(tensors, device):
-    """All values of some tensors as one vector (n,) float32."""
-    return torch.cat([torch.zeros(0, device=device), *(tensor.flatten() for tensor in tensors)])
-
-
-class ParameterGroup(Group):
-    """Parameters of the model under one update rule.
-
-    Nothing divides the sums of gradients by the tokens of a step: where a batch grows, gradients
-    grow, too, and Adam's steps are longer until its second moment has followed.
-
-    Ranks share each parameter of a large group out along its first axis, whole matrices of a bank:
-    every rank holds all of it, and updates the range that it owns.
-    """
-
-    def __init__(self, name, config, params, runtime):
-        super().__init__(name, config, runtime)
-        self.params = params  # {name: what the rule updates}
-        self.members = params
-        self.size = sum(param.numel() for param in params.values())
-        is_large = self.size > SHARE_ABOVE and name != "small"
-        self.is_shared_out = is_large and runtime.world_size > 1
-        self.lr = config.adam_lr
-        self.decay = 1.0
-        self.every = config.adam_every
-        rule = "adam"
-        if name == "matrices":
-            rule = config.matrix_update
-            names = ", ".join(UPDATE_RULES)
-            require(rule in UPDATE_RULES, f"matrix_update={rule}", f"must be one of {names}")
-            self.lr = config.matrix_lr
-            self.decay = config.matrix_decay
-            self.every = 1
-        self.rule = UPDATE_RULES[rule]
-        self.lr_muls = {}
-        for key, param in params.items():
-            self.counts[key] = len(param)
-            self.state[key] = self.new_state(self.own(key, param.data))
-            self.lr_muls[key] = param.rule.lr_mul
-            if isinstance(param.rule.lr_mul, Tensor):
-                self.lr_muls[key] = self.own(key, param.rule.lr_mul.to(param.device))
-        self.take_step = compiled_updates() if config.compile else take_step
-
-    def new_state(self, part):
-        """What the rule keeps of this rank's part of a parameter, at its start."""
-        device = part.device
-        keeps = list(self.rule.keeps)
-        if self.config.mean_share > 0:
-            keeps.append("mean")
-        state = {key: torch.zeros(state_shape(key, part.shape), device=device) for key in keeps}
-        if part.dtype != torch.float32:
-            state["master"] = part.float()
-        if self.rule.has_bases:
-            count = len(part)
-            for side, size in zip(("row", "column"), part.shape[1:], strict=True):
-                if size <= self.config.one_sided_above:
-                    identity = torch.eye(size, device=device)
-                    state[f"{side}_factor"] = torch.zeros(count, size, size, device=device)
-                    state[f"{side}_basis"] = identity.repeat(count, 1, 1)
-        return state
-
-    def is_tied(self, step):
-        """Whether a step updates head and embedding as one: the embedding's gradient is added to
-        the head's, and the embedding follows the head's weights and state."""
-        return "embed" in self.params and step < untie_step(self.config)
-
-    def gradients(self, step):
-        """{name: gradient (like the parameter)}, summed over this rank's passes."""
-        grads = {name: gradient(param) for name, param in self.params.items()}
-        if self.is_tied(step):
-            grads["head"] = grads["head"] + grads.pop("embed")
-        return grads
-
-    def reduce(self, step):
-        grads = self.gradients(step)
-        if self.is_shared_out:
-            scatter = self.runtime.reduce_scatter
-            return [(name, *scatter(grad, name)) for name, grad in grads.items()]
-        work = None
-        if self.runtime.world_size > 1:  # all of them in one collective
-            bucket = end_to_end(grads.values(), self.runtime.device)
-            work = self.runtime.all_reduce(bucket, self.name)
-            sums = bucket.split([grad.numel() for grad in grads.values()])
-            for name, summed in zip(grads, sums, strict=True):
-                grads[name] = summed.view_as(grads[name])
-        return [(name, grad, work) for name, grad in grads.items()]
-
-    def update(self, step, lr_mul, pending):
-        travelling = []
-        grads = {}
-        rate = self.lr * lr_mul
-        for name, grad, work in pending:
-            wait(work)
-            grads[name] = grad.float()
-            param = self.params[name]
-            hyper = Hyper(
-                count=math.ceil((step + 1) / self.every),
-                lr=rate * self.lr_muls[name],
-                decay=rate * self.decay * param.rule.decay,
-                momentum=momentum_at(self.config, step),
-                betas=param.rule.betas,
-                dtype=self.config.torch_dtype,
-            )
-            part = self.own(name, param.data)
-            self.take_step(self.rule.update, part, grads[name], self.state[name], hyper)
-            self.follow_mean(step, part, self.state[name])
-            if self.is_shared_out:
-                travelling.append((name, *self.runtime.gather_ranges(param.data, name)))
-        for param in self.members.values():
-            param.grad = None
-        if self.rule.has_bases:
-            self.follow_gradients(step, grads)  # while the new weights travel
-        return travelling
-
-    def follow_mean(self, step, part, state):
-        """Update the running mean of the weights of the last `length` steps. After the run's last
-        step the weights go half of the way there (modded-nanogpt, record of 2026-09-28)."""
-        config = self.config
-        length = round(config.mean_share * config.steps)
-        done = step + 1 - (config.steps - length)  # of these steps
-        if done <= 0:
-            return
-        weight = state.get("master", part)
-        kept = (1 - 2 / (length + 1)) ** self.every if done > self.every else 0.0
-        state["mean"].lerp_(weight, 1 - kept)
-        if step + 1 == config.steps:
-            weight.lerp_(state["mean"], 0.5)
-            part.copy_(weight)
-
-    def follow_gradients(self, step, grads):
-        """Take the gradients into the factors, and refresh the bases of every k-th matrix, in turn;
-        in the first steps those of all matrices."""
-        is_early = step < EIGH_STEPS
-        every = 1 if is_early else self.config.basis_every
-        banks = []
-        for name, grad in grads.items():
-            state = self.state[name]
-            update_factors(grad, eigen_sides(state), self.rule.is_kl)
-            turn = (step - self.owned_range(name)[0]) % every
-            banks.append({key: value[turn::every] for key, value in state.items()})
-        refresh_eigenbases(banks, "eigh" if is_early else "cholesky")
-
-    def receive(self, step, pending):
-        for name, whole, work in pending:
-            wait(work)
-            param = self.params[name]
-            if len(whole) > len(param):
-                param.data.copy_(whole[: len(param)])
-        if self.is_tied(step):
-            self.params["embed"].data.copy_(self.params["head"].data)
-            for key, value in self.state["embed"].items():
-                value.copy_(self.state["head"][key])
-
-
-class SmallGroup(ParameterGroup):
-    """Gates, scales and other small parameters. End to end they are one float32 vector, of which
-    the model has copies."""
-
-    def __init__(self, config, members, runtime):
-        params = list(members.values())
-        sizes = [param.numel() for param in params]
-        rules = [param.rule for param in params]
-        values = [param.data for param in params]
-        vector = nn.Parameter(end_to_end(values, runtime.device))
-        # Each number of its Rule is a vector, too.
-        rows = [(rule.lr_mul, rule.decay, *rule.betas) for rule in rules]
-        columns = np.repeat(np.array(rows, np.float32).T, sizes, axis=1)
-        lr_mul, decay, beta1, beta2 = to_device(columns, runtime.device)
-        vector.rule = Rule("small", lr_mul, decay, (beta1, beta2))
-        super().__init__("small", config, {"small": vector}, runtime)
-        self.members = members
-        # A copy: torch.compile refuses an update of two tensors that share their memory.
-        self.state["small"]["master"] = vector.data.clone()
-        self.parts = vector.data.split(sizes)
-
-    def gradients(self, step):
-        grads = [gradient(param) for param in self.members.values()]
-        return {"small": end_to_end(grads, self.runtime.device)}
-
-    def receive(self, step, pending):
-        for param, part in zip(self.members.values(), self.parts, strict=True):
-            param.data.view(-1).copy_(part)
-
-
-# A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
-# of it, on the CPU: which rows are read, who owns them, and at which slot a row will stand among
-# the values that travel here. The values are pulled before the step; the gradients of each row are
-# summed here and pushed back to its owner, who sums and updates. So no row travels twice, and a row
-# that is owned here never does. At world size 1 it is the plain table.
-
-
-@dataclass
-class RowPlan:
-    """The rows that a rank reads in a step, and the routes of their values and gradients.
-
-    This rank's N = T C pairs of token and order read U distinct rows. All ranks together read R
-    rows of this rank's range, V distinct ones. At world size 1 U, R and V are the same.
-    """
-
-    slots: Tensor  # (T, C) int32: where a token's rows stand among the values that travel here
-    signs: Tensor  # (T, C) float32 of +-1
-    token: Tensor  # (N,) int32: tokens that read the first of the U rows, then the second, ...
-    offsets: Tensor  # (U,) int32: where in `token` those of each row begin
-    token_signs: Tensor  # (N,) float32: the signs, in the order of `token`
-    owned: Tensor  # (V,) int64, rising: the rows to update, counted from the range's start
-    asked: Tensor  # (R,) int64, rank after rank: the rows to send, counted likewise
-    send: list  # how many of the U rows each rank owns: their order is that of their ids
-    receive: list  # how many of `asked` each rank reads
-    merge: tuple  # positions in `asked` of owned[0], then owned[1], ... (R,); offsets (V,); int32
-    pulled: tuple | None = None  # (values, work) of the U rows, once they are on their way
-
-
-def group_equal(ids):
-    """Group integers (n,) from 0 to 2^31 - 1. Returns the distinct ones, rising, (u,); int32
-    positions (n,) of the first one's occurrences, then of the second's, and so on; and where in
-    these each begins, (u,) int32."""
-    # Of 16 bits numpy does a radix sort: two take a quarter of the time of its sort of 32.
-    order = np.argsort(ids.astype(np.uint16), kind="stable")
-    upper = (ids >> 16).astype(np.uint16)
-    order = order[np.argsort(upper[order], kind="stable")]
-    ordered = ids[order]
-    is_first = np.ones(len(ids), bool)
-    is_first[1:] = ordered[1:] != ordered[:-1]
-    offsets = np.flatnonzero(is_first)
-    return ordered[offsets], order.astype(np.int32), offsets.astype(np.int32)
-
-
-def sum_groups(values, positions, offsets, signs=None):
-    """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together: in a
-    fixed order, and without atomics."""
-    return F.embedding_bag(positions, values, offsets, mode="sum", per_sample_weights=signs)
-
-
-def plan_rows(rows, signs, config, runtime, group, name):
-    """Build the RowPlan of a step, together with all ranks.
-
-    rows, signs: (T, C) of this rank's tokens, of all its passes. group: the process group of the
-    calling thread. name: for the ledger. Counts and indices travel here, ahead of the values, whose
-    sizes both sides then know.
-    """
-    world_size = runtime.world_size
-    distinct, order, offsets = group_equal(rows.ravel())
-
-    def exchange(array, send, receive):
-        tensor = torch.from_numpy(array.astype(np.int32))
-        out, work = runtime.all_to_all(tensor, send, receive, name, group)
-        wait(work)
-        return out.numpy()
-
-    owners = distinct // math.ceil(config.ngram_rows / world_size)
-    send = np.bincount(owners, minlength=world_size)
-    receive = exchange(send, [1] * world_size, [1] * world_size).tolist()
-    asked = exchange(distinct, send.tolist(), receive).astype(np.int64)
-    asked -= runtime.owned_range(config.ngram_rows)[0]
-    owned = asked
-    merge = ()
-    slots = rows
-    if world_size > 1:
-        owned, *merge = group_equal(asked)
-        slots = np.zeros(rows.size, np.int32)
-        counts = np.diff(np.append(offsets, len(order)))
-        slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), counts)
-    there = functools.partial(to_device, device=runtime.device)
-    return RowPlan(
-        slots=there(slots.reshape(rows.shape)),
-        signs=there(signs),
-        token=there(order // max(1, rows.shape[1])),
-        offsets=there(offsets),
-        token_signs=there(signs.ravel()[order]),
-        owned=there(owned),
-        asked=there(asked),
-        send=send.tolist(),
-        receive=receive,
-        merge=tuple(map(there, merge)),
-    )
-
-
-class NgramTable(Group):
-    """This rank's rows of the table, their optimizer state, and all that travels of them.
-
-    Autograd never sees the table: `summed` adds the rows of each token, and `grads` takes the
-    gradients of these sums.
-    """
-
-    def __init__(self, config, runtime):
-        super().__init__("ngram_table", config, runtime)
-        self.is_frozen = not config.ngram_orders or config.ngram_lr == 0
-        self.counts["rows"] = config.ngram_rows if config.ngram_orders else 0
-        self.size = self.counts["rows"] * config.model_dim
-        low, high = self.owned_range("rows")
-        self.second = torch.zeros(high - low, device=runtime.device)
-        self.weight = self.second.new_zeros(high - low, config.model_dim)
-        self.state["rows"] = {"weight": self.weight, "second": self.second}
-        self.grads = []  # of the step's passes, (T, model_dim) each
-        self.plan = None  # whose rows were read last
-        self.upcoming = None  # the plan whose rows are pulled once this step has updated them
-
-    def look_up(self, passages, group=None, name="ngram_indices"):
-        """The RowPlan of a rank's passages, one a micro-batch; all ranks must call it together."""
-        rows = [np.empty((0, len(self.config.ngram_orders)), np.int32)]
-        signs = [np.empty((0, len(self.config.ngram_orders)), np.float32)]
-        for passage in passages:
-            own_rows, own_signs = ngram_rows(passage, self.config)
-            rows.append(own_rows)
-            signs.append(own_signs)
-        rows = np.concatenate(rows)
-        signs = np.concatenate(signs)
-        return plan_rows(rows, signs, self.config, self.runtime, group, name)
-
-    def start_pull(self, plan, name="ngram_table"):
-        """Start to bring the rows of a plan here."""
-        plan.pulled = self.weight, None
-        if self.runtime.world_size > 1:
-            rows = self.weight[plan.asked]
-            plan.pulled = self.runtime.all_to_all(rows, plan.receive, plan.send, name)
-
-    def values_of(self, plan, name="ngram_table"):
-        """The values (n, model_dim), float32, that the slots of a plan point into."""
-        self.plan = plan
-        if plan.pulled is None:
-            self.start_pull(plan, name)
-        values, work = plan.pulled
-        wait(work)
-        return values
-
-    def summed(self, slots, signs, values):
-        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype; zeros
-        without a table. slots, signs: (T, C), of a RowPlan whose values these are."""
-        if not self.config.ngram_orders:
-            return values.new_zeros(len(slots), values.size(1), dtype=self.config.torch_dtype)
-        summed = F.embedding_bag(slots, values, mode="sum", per_sample_weights=signs)
-        return summed.to(self.config.torch_dtype).requires_grad_(not self.is_frozen)
-
-    def reduce(self, step):
-        """Sum the step's gradients by row, and start to push them to the rows' owners."""
-        plan = self.plan
-        grads = torch.cat([self.weight[:0], *self.grads])
-        sums = sum_groups(grads, plan.token, plan.offsets, plan.token_signs)
-        self.grads = []
-        return self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)
-
-    def update(self, step, lr_mul, pending):
-        """Update the rows that are owned here. Losses are summed, not averaged: a row learns from
-        its own tokens, however many others the step has. Its rate follows no schedule: Adagrad
-        slows each row down by itself."""
-        sums, work = pending
-        wait(work)
-        if self.plan.merge:
-            sums = sum_groups(sums, *self.plan.merge)
-        lr = self.config.ngram_lr
-        # As the gradient falls with the width; so, from 64 to 512 channels, new rows make first
-        # steps of one size (records/NOTES.md, 2026-11-25).
-        floor = self.config.ngram_floor * (64 / self.config.model_dim) ** 0.75
-        adagrad_rows_update(self.weight, self.second, self.plan.owned, sums, lr, floor)
-        if self.upcoming is not None:
-            self.start_pull(self.upcoming)  # while the matrices are updated
-
-    def receive(self, step, pending):
-        """Nothing to take over: the rows that others have updated are pulled when they are read."""
-
-
-class Optimizer:
-    """All groups, in the one order in which their communication is started and waited for.
-
-    The small ones come first, so that no small transfer queues behind a large one, and updates hide
-    the transfers of the groups behind them.
-    """
-
-    def __init__(self, config, model, table, runtime):
-        members = {"small": {}, "embeddings": {}, "matrices": {}}
-        for name, param in model.named_parameters():
-            members[param.rule.group][name] = param  # an error where ruled() has not made it
-        small = SmallGroup(config, members["small"], runtime)
-        embeddings = ParameterGroup("embeddings", config, members["embeddings"], runtime)
-        self.matrices = ParameterGroup("matrices", config, members["matrices"], runtime)
-        self.parameter_groups = [small, embeddings, self.matrices]
-        self.groups = [small, embeddings, table, self.matrices]
-
-    def step(self, step, lr_mul):
-        """Update all groups that are due at a step."""
-        due = [group for group in self.groups if group.is_due(step)]
-        pending = {group: group.reduce(step) for group in due}
-        for group in due:
-            pending[group] = group.update(step, lr_mul, pending[group])
-        for group in due:
-            group.receive(step, pending[group])
-
-
-# 9. Trainer ======================================================================================
-
-
-class Trainer:
-    """Model, table, optimizer and compiled forward pass of one run: what training, evaluation and
-    sampling share."""
-
-    def __init__(self, config, runtime):
-        self.config = config
-        self.runtime = runtime
-        torch.set_float32_matmul_precision("highest")
-        back_end, self.attention_name = choose_attention(config, runtime.device)
-        self.model = GPT(config, back_end).to(runtime.device)
-        self.table = NgramTable(config, runtime)
-        self.optimizer = Optimizer(config, self.model, self.table, runtime)
-        self.forward = self.model
-        if config.compile:
-            # A phase is two graphs, and torch's default limit is 8; never eager in silence.
-            torch._dynamo.config.recompile_limit = 64
-            torch._dynamo.config.fail_on_recompile_limit_hit = True
-            if isinstance(back_end, VarlenAttention):
-                torch.compiler.config.dynamic_sources = ANY_SIZE
-            self.forward = torch.compile(self.model, dynamic=False)
-        self.rotary_tables = functools.cache(rotary_tables)
-
-    def forward_pass(self, step, phase, loss_weights, micro_batch, ngram):
-        """What GPT.forward returns for a MicroBatch and its summed rows, in a phase of the run."""
-        positions = 2 * len(micro_batch.inputs)  # of paired heads
-        config = self.config
-        device = self.runtime.device
-        windows = long_windows_until(config, step)
-        dim = config.head_dim
-        rotary = self.rotary_tables(positions, dim, windows, device, config.torch_dtype)
-        weights = to_device(np.array(loss_weights, np.float32), device)
-        return self.forward(micro_batch, ngram, phase, weights, rotary)
-
-    def accumulate(self, step, batch):
-        """Add up the gradients of this rank's passes, autograd's in the parameters' `grad`. Returns
-        the summed losses, 0-dim."""
-        values = self.table.values_of(batch.rows)
-        phase = training_phase(self.config, step)
-        loss_weights = loss_weights_at(self.config, step)
-        loss_sum = torch.zeros((), device=self.runtime.device)
-        lengths = [len(micro_batch.inputs) for micro_batch in batch.passes]
-        slots = batch.rows.slots.split(lengths)
-        signs = batch.rows.signs.split(lengths)
-        for micro_batch, own_slots, own_signs in zip(batch.passes, slots, signs, strict=True):
-            ngram = self.table.summed(own_slots, own_signs, values)
-            loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
-            loss.backward()
-            if ngram.requires_grad:
-                self.table.grads.append(ngram.grad)
-            loss_sum = loss_sum + losses.sum()
-        return loss_sum
-
-    def step(self, step, batch, upcoming=None):
-        """One optimizer step. Returns this rank's summed losses, 0-dim.
-
-        upcoming: the next step's Batch, whose rows are pulled as soon as this one has updated them.
-        """
-        loss_sum = self.accumulate(step, batch)
-        self.table.upcoming = None if upcoming is None else upcoming.rows
-        self.optimizer.step(step, lr_multiplier(self.config, step))
-        return loss_sum
-
-    @torch.no_grad()
-    def score(self, step, tokens, low, length=None):
-        """(losses (length,), hidden states (length, model_dim)) of `length` tokens from `low` on,
-        val_batch_tokens unless told otherwise, by the model before a step. All ranks must call it
-        together. records/gates.py calls it, too."""
-        length = length or self.config.val_batch_tokens
-        passage = contiguous_passage(tokens, self.config.eot_token, low, length)
-        plan = self.table.look_up([passage], name="validation")
-        values = self.table.values_of(plan, "validation")
-        ngram = self.table.summed(plan.slots, plan.signs, values)
-        micro_batch = make_pass([passage], self.config, self.runtime.device)
-        phase = evaluation_phase(self.config, step, length)
-        _, losses, hidden = self.forward_pass(step, phase, (1.0,), micro_batch, ngram)
-        return losses, hidden
-
-    def evaluate(self, step, val):
-        """Mean loss over the validation tokens, in nats per token; ranks share the passes."""
-        runtime = self.runtime
-        length = self.config.val_batch_tokens
-        count = self.config.val_tokens // length
-        total = torch.zeros((), dtype=torch.float64, device=runtime.device)
-        for number in range(runtime.rank, count + runtime.rank, runtime.world_size):
-            # Ranks without a last pass make one again, at weight 0: reading rows takes all of them.
-            losses, _ = self.score(step, val, min(number, count - 1) * length)
-            total += losses.double().sum() * (number < count)
-        wait(runtime.all_reduce(total, "validation"))
-        return total.item() / self.config.val_tokens
-
-
-def state_digest(trainer):
-    """Bytes that tell whether any bit has changed in the tensors that a step changes on this rank.
-
-    They are sums, each of 2^22 words times random odd numbers, one a place: a change of one word
-    always changes its sum. The device works them out, so that no gigabytes travel.
-    """
-    odd = 2 * np.random.default_rng(0).integers(2**62, size=2**22) + 1
-    odd = to_device(odd, trainer.runtime.device)
-    sums = []
-    for group in trainer.optimizer.groups:
-        for tensor in group.tensors().values():
-            words = tensor.contiguous().view(-1)
-            words = words.view(torch.int32 if words.element_size() == 4 else torch.int16)
-            sums += [(chunk * odd[: len(chunk)]).sum() for chunk in words.split(len(odd))]
-    return torch.stack(sums).cpu().numpy().tobytes() + torch.get_rng_state().numpy().tobytes()
-
-
-def warm_up(trainer, first_step=0, tell=lambda text: None):
-    """Compile and run, on synthetic tokens, each kind of step and of validation that is ahead of a
-    run at `first_step`, and tell how long each one takes. Then put the state back: digests prove
-    that it is bitwise what it was."""
-    config = trainer.config
-    runtime = trainer.runtime
-    table = trainer.table
-    before = state_digest(trainer)
-    rng_state = torch.get_rng_state()
-    length = max(config.micro_batch_tokens, config.val_batch_tokens)
-    tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
-    tokens[0] = config.eot_token
-    passage = contiguous_passage(tokens, config.eot_token, 0, config.micro_batch_tokens)
-
-    def training(step):
-        # A pass of one passage again and again: it reads the same rows, whatever their number.
-        passages = [passage] * micro_batches_of_pass(config, step, runtime)
-        micro_batch = make_pass(passages, config, runtime.device)
-        trainer.step(step, Batch([micro_batch], table.look_up(passages), tokens=0))
-
-    def validation(step):
-        trainer.score(step, tokens, 0)
-
-    rows = table.look_up([passage]).owned  # what changes of the table; a copy would be too large
-    kept = []
-    for group in trainer.optimizer.groups:
-        index = rows if group is table else ...
-        kept += [(tensor, index, tensor[index].clone()) for tensor in group.tensors().values()]
-    ahead = range(first_step, config.steps)
-    firsts = {stage_at(config, step): step for step in reversed(ahead)}.values()  # of each stage
-    # At the last step all groups are updated.
-    calls = [(training, step) for step in sorted({*firsts, *ahead[-1:]})]
-    calls += [(validation, step) for step in firsts if config.val_every]
-    calls.append((validation, config.steps))
-    # Where code is compiled, the second call is the first without compilation.
-    for work, step in calls * (2 if config.compile else 1):
-        stop_if_interrupted()
-        began = time.perf_counter()
-        work(step)
-        runtime.synchronize()
-        tell(f"warm-up: {work.__name__} at step {step} took {time.perf_counter() - began:.1f} s")
-    trainer.model.zero_grad()
-    for tensor, index, values in kept:
-        tensor[index] = values
-    torch.set_rng_state(rng_state)
-    if state_digest(trainer) != before:
-        raise RuntimeError("the state after warm-up is not bitwise the state before it")
-    runtime.ledger.clear()
-
-
-# 10. Runtime ======================================================================================
+    is_early = step < EIGH_STEPS
+    every = 1 if is_early else config.basis_every
+    due = []
+    for state, grad, first in banks:
+        update_factors(grad, eigen_sides(state), is_kl)
+        turn = (step - first) % every
+        due.append({key: value[turn::every] for key, value in state.items()})
+    refresh_eigenbases(due, "eigh" if is_early else "cholesky")
+
+
+# Weights step before the bases follow, as in github.com/yorkerlin/KL-Methods, optim/kl_opt.py.
+SOAP_STATE = {"extra": eigenbases, "follow": follow_gradients}
+KL_STATE = {"extra": eigenbases, "follow": functools.partial(follow_gradients, is_kl=True)}
+UPDATE_RULES |= {
+    "soap": UpdateRule(soap_update, ("momentum", "moment"), **SOAP_STATE),
+    "soap_muon": UpdateRule(soap_muon_update, ("momentum", "moment"), **SOAP_STATE),
+    "kl_soap": UpdateRule(soap_update, ("momentum", "moment"), **KL_STATE),
+}
+
+# 8. Ranks =========================================================================================
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
-INTERRUPTED = threading.Event()  # by a signal: the run ends where it looks next
 # torch 2.13 has renamed these two, and warns of the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -2497,10 +1588,10 @@ class Runtime:
             return value
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
 
-    def owned_range(self, count):
-        """The range [low, high) of `count` units that this rank owns; the last may own fewer."""
-        chunk = math.ceil(count / self.world_size)
-        return min(self.rank * chunk, count), min((self.rank + 1) * chunk, count)
+    def owned_range(self, length):
+        """The range [low, high) of an axis that this rank owns; the last may own fewer."""
+        chunk = math.ceil(length / self.world_size)
+        return min(self.rank * chunk, length), min((self.rank + 1) * chunk, length)
 
     def record_sent(self, collective, name, tensor, size):
         """Enter into the ledger that `size` bytes of a tensor are about to be sent."""
@@ -2517,7 +1608,7 @@ class Runtime:
         return dist.all_reduce(tensor, async_op=True)
 
     def reduce_scatter(self, tensor, name):
-        """Sum tensor (count, ...) over ranks. Returns (the sums of this rank's range, work)."""
+        """Sum tensor (n, ...) over ranks. Returns (the sums of this rank's range, work)."""
         low, high = self.owned_range(len(tensor))
         chunk = math.ceil(len(tensor) / self.world_size)
         whole = padded(tensor, chunk * self.world_size)
@@ -2526,7 +1617,7 @@ class Runtime:
         return part[: high - low], reduce_scatter(part, whole, async_op=True)
 
     def gather_ranges(self, tensor, name):
-        """Fill a tensor (count, ...) with the range that each rank owns. Returns (the tensor; where
+        """Fill a tensor (n, ...) with the range that each rank owns. Returns (the tensor; where
         ranges are uneven, a longer one that begins with its values; work)."""
         low, high = self.owned_range(len(tensor))
         chunk = math.ceil(len(tensor) / self.world_size)
@@ -2537,14 +1628,14 @@ class Runtime:
         self.record_sent("all_gather", name, whole, self.peers * part.nbytes)
         return whole, all_gather(whole, part, async_op=True)
 
-    def gather_on_main(self, part, count):
-        """The ranges of all ranks, `count` units, on the host of rank 0; nothing on the others."""
-        chunk = math.ceil(count / self.world_size)
+    def gather_on_main(self, part, length):
+        """The ranges of all ranks, (length, ...), on the host of rank 0; nothing on the others."""
+        chunk = math.ceil(length / self.world_size)
         send = [chunk, *[0] * self.peers]
         receive = [chunk * self.is_main] * self.world_size
         whole, work = self.all_to_all(padded(part.cpu(), chunk), send, receive, "checkpoint")
         wait(work)
-        return whole[:count]  # padding is at the end
+        return whole[:length]  # padding is at the end
 
     def all_to_all(self, tensor, send, receive, name, group=None):
         """Send the first send[0] rows of a tensor to rank 0, and so on. Returns (receive[r] rows of
@@ -2576,38 +1667,11 @@ class Runtime:
             dist.destroy_process_group()
 
 
-class Clock:
-    """Seconds of training, and those of its processor."""
-
-    def __init__(self, runtime, total=0.0, processor=0.0):
-        self.runtime = runtime
-        self.total = total  # while the clock runs, less the time at which it was started
-        self.processor = processor
-        self.is_running = False
-
-    def switch(self):
-        """Start the clock, or stop it, once the device has done its work."""
-        self.runtime.synchronize()
-        sign = 1 if self.is_running else -1
-        self.total += sign * time.perf_counter()
-        self.processor += sign * time.process_time()
-        self.is_running = not self.is_running
-
-    def seconds(self):
-        return self.total + time.perf_counter() * self.is_running
-
-    @contextlib.contextmanager
-    def stopped(self):
-        self.switch()
-        yield
-        self.switch()
-
-
-def padded(tensor, count):
-    """A tensor (n, ...) with zeros behind it, (count, ...); the tensor itself if it is so long."""
-    if len(tensor) == count:
+def padded(tensor, length):
+    """A tensor (n, ...) with zeros behind it, (length, ...); the tensor itself if it is so long."""
+    if len(tensor) == length:
         return tensor
-    return torch.cat([tensor, tensor.new_zeros(count - len(tensor), *tensor.shape[1:])])
+    return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
 
 
 def wait(work):
@@ -2617,65 +1681,1193 @@ def wait(work):
 
 def choose_device(name, local_rank):
     """The torch.device of the process of this number on its machine. Raises ConfigError."""
-    count = torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    has_gpus = count > 0 or (os.path.exists("/proc/driver/nvidia") and not is_hidden)
+    has_gpus = gpus > 0 or (os.path.exists("/proc/driver/nvidia") and not is_hidden)
     if name == "cpu" or (name == "auto" and not has_gpus):
         return torch.device("cpu")
-    problem = f"torch {torch.__version__} sees {count} GPUs, process {local_rank} has none"
+    problem = f"torch {torch.__version__} sees {gpus} GPUs, process {local_rank} has none"
     remedy = "start one process a GPU, update a driver that is too old, or add --device cpu"
-    require(local_rank < count, f"device={name}", problem, remedy)
+    require(local_rank < gpus, f"device={name}", problem, remedy)
     return torch.device("cuda", local_rank)
 
 
-def device_name(device):
-    """The GPU's name, or the processor's with the number of its cores."""
+def to_device(array, device):
+    """Copy a numpy array to the device; on CUDA through pinned memory, and without a sync."""
+    tensor = torch.from_numpy(array)
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, IndexError):  # Linux, where the first is often empty
-        name = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)[0]
-    return f"{name} x{os.cpu_count()}"
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
 
 
-def git_state():
-    """(commit sha, 1 if tracked files differ from it else 0); ("none", 0) without git."""
-    command = "git describe --always --dirty --abbrev=40 --exclude='*'"
-    options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
-    said = subprocess.run(command, shell=True, **options).stdout.strip()
-    return said.removesuffix("-dirty") or "none", int(said.endswith("-dirty"))
+# 9. Parameter groups ==============================================================================
 
 
-def listen_for_signals():
-    """Let the first signal end the run after the step at hand, and another one, over a second
-    later, at once. A thread hears it: the main one may wait for other ranks, or for memory."""
-    INTERRUPTED.clear()
-    received, sent = os.pipe()
-    os.set_blocking(sent, False)
-    signal.set_wakeup_fd(sent)  # the system's handler writes there, whatever Python does
+class Group:
+    """Parameters that step, travel and are saved together.
 
-    def watch():
-        os.read(received, 1)
-        INTERRUPTED.set()
-        first = time.monotonic()
-        with contextlib.suppress(OSError):  # of a console that is gone
-            os.write(2, b"interrupted: ends after the step at hand; again: at once\n")
-        while time.monotonic() - first < 1:  # a launcher sends on what its ranks have got, too
-            (number,) = os.read(received, 1)
-        os._exit(128 + number)
+    Optimizer.step takes all groups that are due through three calls, each of which gets what the
+    one before it has returned:
+        reduce(step)                   start to sum their gradients over ranks
+        update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
+        receive(step, pending)         take over what other ranks have sent
+    """
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda number, frame: None)
-    threading.Thread(target=watch, daemon=True).start()
+    is_frozen = False
+    is_shared_out = True  # or else every rank updates all of it
+
+    def __init__(self, name, config, runtime):
+        self.name = name
+        self.config = config
+        self.runtime = runtime
+        self.row = group_rows(config)[name]
+        self.lengths = {}  # {parameter: length of its first axis, along which ranks share it}
+        self.state = {}  # {parameter: {key: tensor of this rank's part}}, which is saved
+        self.members = {}  # {name: parameter of the model}
+
+    def is_due(self, step):
+        """Whether the group is updated at a step: every k-th, and the run's last."""
+        is_last = step + 1 == self.config.steps
+        return not self.is_frozen and ((step + 1) % self.row.every == 0 or is_last)
+
+    def owned_range(self, name):
+        """The range of a parameter's first axis that this rank updates."""
+        length = self.lengths[name]
+        return self.runtime.owned_range(length) if self.is_shared_out else (0, length)
+
+    def part_of(self, name, tensor):
+        """This rank's part of a tensor that has the parameter's first axis."""
+        low, high = self.owned_range(name)
+        return tensor[low:high]
+
+    def tensors(self):
+        """{name: tensor} of all that a step changes on this rank."""
+        found = {}
+        for name, state in self.state.items():
+            found.update({f"{name}.{key}": value for key, value in state.items()})
+        for name, param in self.members.items():
+            found[f"{name}.param"] = param.data
+            if param.grad is not None and self.row.every > 1:  # it waits for the next update
+                found[f"{name}.grad"] = param.grad
+        return found
+
+    def full_state(self):
+        """The state of whole parameters on rank 0; all ranks must call it."""
+        if not self.is_shared_out:
+            return self.state
+        gather = self.runtime.gather_on_main
+        return {
+            name: {key: gather(part, self.lengths[name]) for key, part in state.items()}
+            for name, state in self.state.items()
+        }
+
+    def load(self, full):
+        """The inverse of full_state, at any world size."""
+        for name, state in self.state.items():
+            for key, value in state.items():
+                value.copy_(self.part_of(name, full[name][key]))
 
 
-def stop_if_interrupted():
-    if INTERRUPTED.is_set():
-        raise KeyboardInterrupt
+def take_step(update, part, grad, state, hyper):
+    """Update this rank's part of a parameter in place; a narrow one has a float32 master."""
+    weight = state.get("master", part)
+    update(weight, grad, state, hyper)
+    if weight is not part:
+        part.copy_(weight)
 
 
-# 11. A run's life =================================================================================
+def compiled_updates():
+    """take_step as a handful of kernels. All numbers of an update are tensors on the CPU, so that
+    a schedule of any of them recompiles nothing."""
+    step = torch.compile(take_step, dynamic=False)
+
+    def call(update, part, grad, state, hyper):
+        *numbers, dtype = hyper
+        hyper = Hyper(*pytree.tree_map(torch.as_tensor, numbers), dtype)
+        step(update, part, grad, state, hyper)
+
+    return call
+
+
+# Ranks share out a group of more values than this. Every rank updates all of a smaller one, which
+# takes one collective; to share it out takes two for each parameter, and more time.
+SHARE_ABOVE = 2**22
+
+
+def gradient(param):
+    """The gradient of the losses summed since the parameter's last update; 0 where it has none."""
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+def end_to_end(tensors, device):
+    """All values of some tensors as one vector (n,) float32."""
+    return torch.cat([torch.zeros(0, device=device), *(tensor.flatten() for tensor in tensors)])
+
+
+class ParameterGroup(Group):
+    """Parameters of the model under one update rule.
+
+    Nothing divides the sums of gradients by the tokens of a step: where a batch grows, gradients
+    grow, too, and Adam's steps are longer until its second moment has followed.
+
+    Ranks share each parameter of a large group out along its first axis, whole matrices of a bank:
+    every rank holds all of it, and updates the range that it owns.
+    """
+
+    def __init__(self, name, config, params, runtime):
+        super().__init__(name, config, runtime)
+        self.params = params  # {name: what the rule updates}
+        self.members = params
+        self.size = sum(param.numel() for param in params.values())
+        is_large = self.row.may_share and self.size > SHARE_ABOVE
+        self.is_shared_out = is_large and runtime.world_size > 1
+        self.rule = UPDATE_RULES[self.row.rule]
+        self.lr_muls = {}
+        for key, param in params.items():
+            self.lengths[key] = len(param)
+            self.state[key] = self.new_state(self.part_of(key, param.data))
+            self.lr_muls[key] = param.rule.lr_mul
+            if isinstance(param.rule.lr_mul, Tensor):
+                self.lr_muls[key] = self.part_of(key, param.rule.lr_mul.to(param.device))
+        self.take_step = compiled_updates() if config.compile else take_step
+
+    def new_state(self, part):
+        """What the rule keeps of this rank's part of a parameter, at its start."""
+        device = part.device
+        keeps = list(self.rule.keeps)
+        if self.config.mean_share > 0:
+            keeps.append("mean")
+        state = {key: torch.zeros(part.shape, device=device) for key in keeps}
+        if self.rule.extra:
+            state |= self.rule.extra(part, self.config)
+        if part.dtype != torch.float32:
+            state["master"] = part.float()
+        return state
+
+    def gradients(self, step):
+        """{name: gradient (like the parameter)}, summed over this rank's passes."""
+        return {name: gradient(param) for name, param in self.params.items()}
+
+    def clear_gradients(self):
+        """Begin a new sum of gradients."""
+        for param in self.members.values():
+            param.grad = None
+
+    def reduce(self, step):
+        grads = self.gradients(step)
+        if self.is_shared_out:
+            scatter = self.runtime.reduce_scatter
+            return [(name, *scatter(grad, name)) for name, grad in grads.items()]
+        work = None
+        if self.runtime.world_size > 1:  # all of them in one collective
+            bucket = end_to_end(grads.values(), self.runtime.device)
+            work = self.runtime.all_reduce(bucket, self.name)
+            sums = bucket.split([grad.numel() for grad in grads.values()])
+            for name, summed in zip(grads, sums, strict=True):
+                grads[name] = summed.view_as(grads[name])
+        return [(name, grad, work) for name, grad in grads.items()]
+
+    def update(self, step, lr_mul, pending):
+        travelling = []
+        grads = {}
+        rate = self.row.lr * lr_mul
+        for name, grad, work in pending:
+            wait(work)
+            grads[name] = grad.float()
+            param = self.params[name]
+            hyper = Hyper(
+                count=math.ceil((step + 1) / self.row.every),
+                lr=rate * self.lr_muls[name],
+                decay=rate * self.row.decay * param.rule.decay,
+                momentum=momentum_at(self.config, step),
+                betas=param.rule.betas,
+                dtype=self.config.torch_dtype,
+            )
+            part = self.part_of(name, param.data)
+            self.take_step(self.rule.update, part, grads[name], self.state[name], hyper)
+            self.follow_mean(step, part, self.state[name])
+            if self.is_shared_out:
+                travelling.append((name, *self.runtime.gather_ranges(param.data, name)))
+        if self.rule.follow:  # while the new weights travel
+            banks = [
+                (self.state[name], grad, self.owned_range(name)[0]) for name, grad in grads.items()
+            ]
+            self.rule.follow(step, self.config, banks)
+        self.clear_gradients()
+        return travelling
+
+    def follow_mean(self, step, part, state):
+        """Update the running mean of the weights of the last `length` steps. After the run's last
+        step the weights go half of the way there (modded-nanogpt, record of 2026-09-28)."""
+        config = self.config
+        length = round(config.mean_share * config.steps)
+        done = step + 1 - (config.steps - length)  # of these steps
+        if done <= 0:
+            return
+        weight = state.get("master", part)
+        every = self.row.every
+        kept = (1 - 2 / (length + 1)) ** every if done > every else 0.0
+        state["mean"].lerp_(weight, 1 - kept)
+        if step + 1 == config.steps:
+            weight.lerp_(state["mean"], 0.5)
+            part.copy_(weight)
+
+    def receive(self, step, pending):
+        for name, whole, work in pending:
+            wait(work)
+            param = self.params[name]
+            if len(whole) > len(param):
+                param.data.copy_(whole[: len(param)])
+
+
+class EmbeddingGroup(ParameterGroup):
+    """Embeddings and head. Until untie_step a step updates head and embedding as one: the
+    embedding's gradient is added to the head's, and the embedding follows the head."""
+
+    def gradients(self, step):
+        grads = super().gradients(step)
+        if step < untie_step(self.config):
+            grads["head"] = grads["head"] + grads.pop("embed")
+        return grads
+
+    def receive(self, step, pending):
+        super().receive(step, pending)
+        if step < untie_step(self.config):
+            self.params["embed"].data.copy_(self.params["head"].data)
+            for key, value in self.state["embed"].items():
+                value.copy_(self.state["head"][key])
+
+
+def bank_name(name):
+    """The name of the bank that a matrix of a block belongs to."""
+    return name.rpartition(".")[2]
+
+
+def banks_of(members):
+    """{name: bank} of matrices: those of one name in all blocks, end to end. Values and gradients
+    of the members become views of their bank's."""
+    by_name = {}
+    for name, param in members.items():
+        by_name.setdefault(bank_name(name), []).append(param)
+    banks = {}
+    for name, params in by_name.items():
+        bank = nn.Parameter(torch.cat([param.data for param in params]))
+        bank.grad = torch.zeros_like(bank)
+        lr_muls = [param.rule.lr_mul * torch.ones(len(param), 1, 1) for param in params]
+        bank.rule = dataclasses.replace(params[0].rule, lr_mul=torch.cat(lr_muls))
+        lengths = [len(param) for param in params]
+        views = zip(bank.data.split(lengths), bank.grad.split(lengths), strict=True)
+        for param, (values, grad) in zip(params, views, strict=True):
+            param.data = values
+            param.grad = grad
+        banks[name] = bank
+    return banks
+
+
+class MatrixGroup(ParameterGroup):
+    """Matrices of all blocks. Those of one name are a bank, so that their updates are batched.
+    Autograd adds up gradients in the banks themselves, and a step copies nothing."""
+
+    def __init__(self, config, members, runtime):
+        super().__init__("matrices", config, banks_of(members), runtime)
+        self.members = members
+        self.views = {name: param.grad for name, param in members.items()}
+
+    def gradients(self, step):
+        for name, param in self.members.items():
+            message = f"{name}: its gradient has left the bank; clear_gradients() keeps it there"
+            assert param.grad is self.views[name], message
+        return super().gradients(step)
+
+    def clear_gradients(self):
+        for bank in self.params.values():
+            bank.grad.zero_()
+
+
+class SmallGroup(ParameterGroup):
+    """Gates, scales and other small parameters. They are updated as one float32 vector; afterwards
+    the model's parameters are copied from its slices.
+
+    Their first step moves nothing. Where projections start as zero, some gradients are nothing but
+    rounding then, and Adam would make full steps of them.
+    """
+
+    def __init__(self, config, members, runtime):
+        params = list(members.values())
+        sizes = [param.numel() for param in params]
+        rules = [param.rule for param in params]
+        values = [param.data for param in params]
+        vector = nn.Parameter(end_to_end(values, runtime.device))
+        # Each number of its Rule is a vector, too.
+        rows = [(rule.lr_mul, rule.decay, *rule.betas) for rule in rules]
+        columns = np.repeat(np.array(rows, np.float32).T, sizes, axis=1)
+        lr_mul, decay, beta1, beta2 = to_device(columns, runtime.device)
+        vector.rule = Rule("small", lr_mul=lr_mul, decay=decay, betas=(beta1, beta2))
+        super().__init__("small", config, {"small": vector}, runtime)
+        self.members = members
+        # A copy: torch.compile refuses an update of two tensors that share their memory.
+        self.state["small"]["master"] = vector.data.clone()
+        self.slices = vector.data.split(sizes)
+
+    def gradients(self, step):
+        grads = [gradient(param) for param in self.members.values()]
+        return {"small": end_to_end(grads, self.runtime.device)}
+
+    def update(self, step, lr_mul, pending):
+        return super().update(step, lr_mul if step > 0 else 0.0, pending)
+
+    def receive(self, step, pending):
+        for param, values in zip(self.members.values(), self.slices, strict=True):
+            param.data.view(-1).copy_(values)
+
+
+class Optimizer:
+    """All groups, in the one order in which their communication is started and waited for.
+
+    The small ones come first, so that no small transfer queues behind a large one, and updates hide
+    the transfers of the groups behind them.
+    """
+
+    def __init__(self, config, model, table, runtime):
+        members = {"small": {}, "embeddings": {}, "matrices": {}}
+        for name, param in model.named_parameters():
+            members[param.rule.group][name] = param  # an error where ruled() has not made it
+        small = SmallGroup(config, members["small"], runtime)
+        embeddings = EmbeddingGroup("embeddings", config, members["embeddings"], runtime)
+        self.matrices = MatrixGroup(config, members["matrices"], runtime)
+        self.parameter_groups = [small, embeddings, self.matrices]
+        self.groups = [small, embeddings, table, self.matrices]
+
+    def step(self, step, lr_mul):
+        """Update all groups that are due at a step."""
+        due = [group for group in self.groups if group.is_due(step)]
+        pending = {group: group.reduce(step) for group in due}
+        for group in due:
+            pending[group] = group.update(step, lr_mul, pending[group])
+        for group in due:
+            group.receive(step, pending[group])
+
+
+# 10. The table ====================================================================================
+
+# The model reads three things of a token: its id; rows of a table, one for each order n, which a
+# hash of the last n tokens (an n-gram) selects; and copies, which are guesses at the next token.
+TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
+MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
+HASH_POWERS = np.uint64(pow(MIX, -1, 2**64)) ** np.arange(33, dtype=np.uint64)
+
+
+def ngram_keys(text, position, depth, order):
+    """Hash keys (t,) uint64 of the n-grams of `order` tokens that end at positions (t,) of a text.
+
+    A key is a polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). depth (t,):
+    how many tokens of the document stand before each; where these are too few, n-grams are shorter.
+    """
+    keys = np.zeros(len(position), np.uint64)
+    for back in range(order):
+        term = TOKEN_HASH[text[position - back]] * HASH_POWERS[back]
+        keys += np.where(back <= depth, term, np.uint64(0))
+    return keys
+
+
+def ngram_rows(text, position, depth, config):
+    """Rows (T, C) int32 in [0, ngram_rows) of the table and signs (T, C) float32, for the n-grams
+    that end at positions (T,) of a text, of whose documents depth (T,) tokens stand before them.
+
+    Each order has a hash of its own. The sign is one more bit of it: two n-grams that share a row
+    push it apart half of the time (count-sketch's trick).
+    """
+    mixed = np.empty((len(position), len(config.ngram_orders)), np.uint64)
+    for column, order in enumerate(config.ngram_orders):
+        mixed[:, column] = ngram_keys(text, position, depth, order) + TOKEN_HASH[column]
+    mixed = (mixed ^ (mixed >> 29)) * MIX
+    mixed ^= mixed >> 32
+    rows = (mixed & 0xFFFFFFFF) * config.ngram_rows >> 32
+    signs = (mixed >> 40 & 1).astype(np.float32) * 2 - 1
+    return rows.astype(np.int32), signs
+
+
+def row_fingerprint(config):
+    """A hash of the rows of a fixed text: a table means nothing under another hash function."""
+    text = np.random.default_rng(0).integers(0, 4, 99).astype(np.uint16)
+    position = np.arange(len(text))
+    rows, signs = ngram_rows(text, position, position, config)
+    return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
+
+
+ROW_MEMORY = 0.98  # what a row's moment keeps of itself at each of its updates
+
+
+def adagrad_rows_update(table, second, rows, grads, lr, floor):
+    """Row-wise Adagrad on distinct rows (u,) of the table (n, dim), in place, at their cost alone.
+
+    It forgets: a rare row's steps shrink from `lr` on as Adagrad's do, and a frequent one's no
+    further than to lr * sqrt(1 - ROW_MEMORY), so that it goes on to learn in a long run.
+
+    second: (n,), the fading sum of each row's mean squared gradients. grads: (u, dim), sums over
+    tokens. floor: added to each row's gradient RMS. Without it a new row would take a full step
+    even where its tokens are predicted well.
+    """
+    moment = ROW_MEMORY * second[rows] + grads.square().mean(1)
+    second[rows] = moment
+    steps = grads * (-lr * (moment + floor * floor).rsqrt())[:, None]
+    # On a CPU this takes a third of the time of table[rows] += steps, for the same bits.
+    table.scatter_add_(0, rows[:, None].expand_as(steps), steps)
+
+
+# A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
+# of it, on the CPU: which rows are read, who owns them, and at which slot a row will stand among
+# the values that travel here. The values are pulled before the step; the gradients of each row are
+# summed here and pushed back to its owner, who sums and updates. So no row travels twice, and a row
+# that is owned here never does. At world size 1 it is the plain table.
+@dataclass
+class RowPlan:
+    """The rows that a rank reads in a step, and the routes of their values and gradients.
+
+    This rank's N = T C pairs of token and order read U distinct rows. All ranks together read R
+    rows of this rank's range, V distinct ones. At world size 1 U, R and V are the same.
+    """
+
+    slots: Tensor  # (T, C) int32: where a token's rows stand among the values that travel here
+    signs: Tensor  # (T, C) float32 of +-1
+    token: Tensor  # (N,) int32: tokens that read the first of the U rows, then the second, ...
+    offsets: Tensor  # (U,) int32: where in `token` those of each row begin
+    token_signs: Tensor  # (N,) float32: the signs, in the order of `token`
+    rows_to_update: Tensor  # (V,) int64, rising, numbered from the start of this rank's range
+    rows_to_send: Tensor  # (R,) int64, rank after rank, numbered likewise
+    send: list  # number of the U rows that each rank owns; those of one owner stand together
+    receive: list  # number of rows_to_send that each rank reads
+    merge: tuple  # where rows_to_update[0] stands in rows_to_send, then [1], ... (R,); offsets (V,)
+    pulled: tuple | None = None  # (values, work) of the U rows, once they are on their way
+
+
+def group_equal(ids):
+    """Group integers (n,) from 0 to 2^31 - 1. Returns the distinct ones, rising, (u,); int32
+    positions (n,) of the first one's occurrences, then of the second's, and so on; and where in
+    these each begins, (u,) int32."""
+    # Of 16 bits numpy does a radix sort: two take a quarter of the time of its sort of 32.
+    order = np.argsort(ids.astype(np.uint16), kind="stable")
+    upper = (ids >> 16).astype(np.uint16)
+    order = order[np.argsort(upper[order], kind="stable")]
+    ordered = ids[order]
+    is_first = np.ones(len(ids), bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    offsets = np.flatnonzero(is_first)
+    return ordered[offsets], order.astype(np.int32), offsets.astype(np.int32)
+
+
+def sum_groups(values, positions, offsets, signs=None):
+    """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together: in a
+    fixed order, and without atomics."""
+    return F.embedding_bag(positions, values, offsets, mode="sum", per_sample_weights=signs)
+
+
+def rows_of(passages, config):
+    """Rows and signs, see ngram_rows, of passages end to end."""
+    shape = 0, len(config.ngram_orders)
+    rows = [np.empty(shape, np.int32)]
+    signs = [np.empty(shape, np.float32)]
+    for passage in passages:
+        of_passage = ngram_rows(passage.text, passage.position, passage.depth, config)
+        rows.append(of_passage[0])
+        signs.append(of_passage[1])
+    return np.concatenate(rows), np.concatenate(signs)
+
+
+def plan_rows(passages, config, runtime, group=None, name="ngram_indices"):
+    """The RowPlan of a rank's passages, one a micro-batch; all ranks must call it together.
+
+    group: the process group of the calling thread. name: for the ledger. Counts and indices travel
+    here, ahead of the values, whose sizes both sides then know.
+    """
+    rows, signs = rows_of(passages, config)
+    world_size = runtime.world_size
+    distinct, order, offsets = group_equal(rows.ravel())
+
+    def exchange(array, send, receive):
+        tensor = torch.from_numpy(array.astype(np.int32))
+        out, work = runtime.all_to_all(tensor, send, receive, name, group)
+        wait(work)
+        return out.numpy()
+
+    owners = distinct // math.ceil(config.ngram_rows / world_size)
+    send = np.bincount(owners, minlength=world_size)
+    receive = exchange(send, [1] * world_size, [1] * world_size).tolist()
+    rows_to_send = exchange(distinct, send.tolist(), receive).astype(np.int64)
+    rows_to_send -= runtime.owned_range(config.ngram_rows)[0]
+    rows_to_update = rows_to_send
+    merge = ()
+    slots = rows
+    if world_size > 1:
+        rows_to_update, *merge = group_equal(rows_to_send)
+        slots = np.zeros(rows.size, np.int32)
+        repeats = np.diff(np.append(offsets, len(order)))
+        slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), repeats)
+    on_device = functools.partial(to_device, device=runtime.device)
+    return RowPlan(
+        slots=on_device(slots.reshape(rows.shape)),
+        signs=on_device(signs),
+        token=on_device(order // max(1, rows.shape[1])),
+        offsets=on_device(offsets),
+        token_signs=on_device(signs.ravel()[order]),
+        rows_to_update=on_device(rows_to_update),
+        rows_to_send=on_device(rows_to_send),
+        send=send.tolist(),
+        receive=receive,
+        merge=tuple(map(on_device, merge)),
+    )
+
+
+class NgramTable(Group):
+    """This rank's rows of the table, their optimizer state, and all that travels of them.
+
+    Autograd never sees the table: `summed` adds the rows of each token, and `expect` takes the
+    gradients of these sums.
+    """
+
+    def __init__(self, config, runtime):
+        super().__init__("ngram_table", config, runtime)
+        self.is_frozen = not config.ngram_orders or config.ngram_lr == 0
+        self.lengths["rows"] = config.ngram_rows if config.ngram_orders else 0
+        self.size = self.lengths["rows"] * config.model_dim
+        low, high = self.owned_range("rows")
+        self.second = torch.zeros(high - low, device=runtime.device)
+        self.weight = self.second.new_zeros(high - low, config.model_dim)
+        self.state["rows"] = {"weight": self.weight, "second": self.second}
+        self.plan = None  # of the rows that the next update changes
+        self.grads = []  # of the sums of these rows, (T, model_dim) for each pass
+        self.upcoming = None  # the plan whose rows are pulled behind that update
+
+    def start_pull(self, plan, name="ngram_table"):
+        """Start to bring the rows of a plan here."""
+        plan.pulled = self.weight, None
+        if self.runtime.world_size > 1:
+            rows = self.weight[plan.rows_to_send]
+            plan.pulled = self.runtime.all_to_all(rows, plan.receive, plan.send, name)
+
+    def values_of(self, plan, name="ngram_table"):
+        """The values (n, model_dim), float32, that the slots of a plan point into."""
+        if plan.pulled is None:
+            self.start_pull(plan, name)
+        values, work = plan.pulled
+        wait(work)
+        return values
+
+    def expect(self, plan, grads, upcoming=None):
+        """Take what the next update needs: the plan of the step's rows, the gradients of their
+        sums, (T, model_dim) for each pass, and the plan whose rows are pulled behind it."""
+        self.plan = plan
+        self.grads = grads
+        self.upcoming = upcoming
+
+    def summed(self, slots, signs, values):
+        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype; zeros
+        without a table. slots, signs: (T, C), of a RowPlan whose values these are."""
+        if not self.config.ngram_orders:
+            return values.new_zeros(len(slots), values.size(1), dtype=self.config.torch_dtype)
+        summed = F.embedding_bag(slots, values, mode="sum", per_sample_weights=signs)
+        return summed.to(self.config.torch_dtype).requires_grad_(not self.is_frozen)
+
+    def reduce(self, step):
+        """Sum the step's gradients by row, and start to push them to the rows' owners."""
+        plan = self.plan
+        grads = torch.cat([self.weight[:0], *self.grads])
+        sums = sum_groups(grads, plan.token, plan.offsets, plan.token_signs)
+        self.grads = []
+        return self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)
+
+    def update(self, step, lr_mul, pending):
+        """Update the rows that are owned here. Losses are summed, not averaged: a row learns from
+        its own tokens, however many others the step has. Its rate follows no schedule: Adagrad
+        slows each row down by itself."""
+        sums, work = pending
+        wait(work)
+        if self.plan.merge:
+            sums = sum_groups(sums, *self.plan.merge)
+        # The floor falls with the width as gradients do; then a new row's first step is equally
+        # long at 64 and at 512 channels (records/NOTES.md, 2026-11-25).
+        floor = self.config.ngram_floor * (64 / self.config.model_dim) ** 0.75
+        rows = self.plan.rows_to_update
+        adagrad_rows_update(self.weight, self.second, rows, sums, self.row.lr, floor)
+        if self.upcoming is not None:
+            self.start_pull(self.upcoming)  # while the matrices are updated
+
+    def receive(self, step, pending):
+        """Nothing to take over: the rows that others have updated are pulled when they are read."""
+
+
+# 11. Batches ======================================================================================
+
+
+class Passage(NamedTuple):
+    """The T tokens of a micro-batch, where they stand in a text."""
+
+    text: Any  # (L,) uint16: documents, each of which starts with eot_token
+    position: Any  # (T,) int64, in the text
+    depth: Any  # (T,) int64: how many tokens of its document stand before each
+    segment_start: Any  # (T,) int64: the index in [0, T) at which the token's segment starts
+
+
+def documents_of(text, eot_token):
+    """The positions at which documents start. The first tokens are of a document, too."""
+    return np.union1d([0], np.flatnonzero(text == eot_token))
+
+
+def depth_of(position, documents):
+    """How many tokens of its document stand before each position."""
+    return position - documents[np.searchsorted(documents, position, side="right") - 1]
+
+
+def contiguous_passage(text, eot_token, low, length):
+    """The Passage of `length` tokens from `low` on, whose segments are its documents."""
+    position = np.arange(low, low + length)
+    documents = documents_of(text[: low + length], eot_token)
+    depth = depth_of(position, documents)
+    start = np.maximum(position - low - depth, 0)
+    return Passage(text, position, depth, start)
+
+
+PREFETCH = 4  # steps that the loader's thread works ahead
+
+
+def copies(passage, config):
+    """Guesses (T, G) int32 at the token that follows each token of a Passage, one for each order n:
+    what followed the last earlier occurrence of the last n tokens in the same document, at most
+    `copy_reach` tokens back. -1 where there is none."""
+    text, position, depth, segment_start = passage
+    index = np.arange(len(position))
+    # In front of each segment stand up to `copy_reach` earlier tokens of its document, which are
+    # searched, too.
+    repeats = 1 + (segment_start == index) * np.minimum(depth, config.copy_reach)
+    token = np.repeat(index, repeats)
+    back = np.cumsum(repeats)[token] - 1 - np.arange(len(token))  # from the passage's token
+    position = position[token] - back
+    segment = segment_start[token].astype(np.uint64) * MIX
+    guesses = np.full((len(token), len(config.copy_orders)), -1, np.int32)
+    for column, order in enumerate(config.copy_orders):
+        keys = ngram_keys(text, position, depth[token] - back, order) + segment
+        by_key = np.argsort(keys, kind="stable")
+        # Of two neighbours with the same key, the later one copies what followed the earlier one.
+        earlier = by_key[:-1]
+        later = by_key[1:]
+        is_copy = (keys[earlier] == keys[later]) & (later - earlier <= config.copy_reach)
+        followed = position[earlier[is_copy]]
+        guesses[later[is_copy], column] = text[followed + 1]
+    return guesses[back == 0]
+
+
+class MicroBatch(NamedTuple):
+    """The T tokens of one forward pass, on the model's device: one Passage, or several of them end
+    to end."""
+
+    inputs: Tensor  # (T,) int32 token ids
+    targets: Tensor  # (T,) int64 next token ids
+    segment_start: Tensor  # (T,) int32: index in [0, T) at which the token's segment starts
+    segment_bounds: Tensor  # (S + 1,) int32: where the S segments start, then T
+    guesses: Tensor  # (T, G) int32: at the next token, see copies()
+
+
+class Batch(NamedTuple):
+    """One rank's part of a step."""
+
+    passes: list  # the MicroBatch of each of its forward passes
+    rows: Any  # RowPlan of the rows of the table that they read
+    tokens: int  # of the step, on all ranks
+
+
+def make_pass(passages, config, device):
+    """The MicroBatch that reads these passages end to end."""
+    inputs = []
+    targets = []
+    starts = []
+    guesses = []
+    for number, passage in enumerate(passages):
+        inputs.append(passage.text[passage.position])
+        targets.append(passage.text[passage.position + 1])
+        starts.append(passage.segment_start + number * len(passage.position))
+        guesses.append(copies(passage, config))
+    start = np.concatenate(starts, dtype=np.int32)
+    first = np.flatnonzero(start == np.arange(len(start)))
+    bounds = np.append(first, len(start)).astype(np.int32)
+    return MicroBatch(
+        inputs=to_device(np.concatenate(inputs, dtype=np.int32), device),
+        targets=to_device(np.concatenate(targets, dtype=np.int64), device),
+        segment_start=to_device(start, device),
+        segment_bounds=to_device(bounds, device),
+        guesses=to_device(np.concatenate(guesses), device),
+    )
+
+
+class TrainLoader:
+    """Deterministic stream of steps, which a thread assembles ahead.
+
+    Documents are cut into pieces of at most the largest document cap. A shard's pieces are shuffled
+    by the seed and laid end to end into micro-batches; what fills none at a shard's end is dropped.
+    A smaller cap at a step splits pieces further. So a micro-batch depends on its number alone.
+    """
+
+    def __init__(self, config, shards, runtime, first_step=0):
+        self.config = config
+        self.shards = shards
+        self.runtime = runtime
+        self.step = first_step  # the next one to assemble
+        length = config.micro_batch_tokens
+        self.number = training_tokens(config, first_step) // length  # of its first micro-batch
+        lengths = [(shard.length - 1) // length for shard in shards]  # in micro-batches
+        self.edges = [0, *itertools.accumulate(lengths)]
+        self.last = self.place_of(training_tokens(config) // length - 1)[0]  # shard of the run
+        self.opened = {}  # by number: the shard at hand and the next one, on their way
+        self.opener = ThreadPoolExecutor(1)
+        self.open(self.place_of(self.number)[0])  # ahead of the clock
+        self.ahead = deque()
+        sys.setswitchinterval(1e-4)  # seconds that the thread may keep the others waiting
+        self.thread = ThreadPoolExecutor(1, initializer=runtime.use_device)
+
+    def open(self, number):
+        """What open_shard returns for a number. The next shard is opened meanwhile, since that
+        takes longer than the steps which are assembled ahead."""
+        self.opened = {key: shard for key, shard in self.opened.items() if key >= number}
+        for key in range(number, min(number + 1, self.last) + 1):
+            if key not in self.opened:
+                self.opened[key] = self.opener.submit(self.open_shard, key)
+        return self.opened[number].result()
+
+    def open_shard(self, number):
+        """Open the shard of a number, counted through all passes over the shards. Returns its text;
+        where documents start; where pieces start, in shuffled order; and where each begins once
+        they stand end to end."""
+        config = self.config
+        cap = max(stage.document_cap for stage in config.stages)
+        text = self.shards[number % len(self.shards)].read()
+        documents = documents_of(text, config.eot_token)
+        edges = [*documents.tolist(), len(text) - 1]  # the last token is only a target
+        pieces = np.concatenate([np.arange(*span, cap) for span in itertools.pairwise(edges)])
+        lengths = np.diff(pieces, append=edges[-1])
+        order = np.random.default_rng([config.seed, number]).permutation(len(pieces))
+        pieces = pieces[order]
+        lengths = lengths[order]
+        return text, documents, pieces, np.cumsum(lengths) - lengths
+
+    def place_of(self, number):
+        """Where the micro-batch of this number is: (the number of its shard, counted through all
+        passes; its index in that shard)."""
+        passes, index = divmod(number, self.edges[-1])
+        shard = bisect.bisect(self.edges, index) - 1
+        return passes * len(self.shards) + shard, index - self.edges[shard]
+
+    def passage(self, number, cap):
+        """The Passage of a micro-batch, with segments of at most `cap` tokens."""
+        shard, micro_batch = self.place_of(number)
+        text, documents, pieces, begins = self.open(shard)
+        index = np.arange(self.config.micro_batch_tokens)
+        along = micro_batch * len(index) + index  # positions in the pieces as they lie end to end
+        piece = np.searchsorted(begins, along, side="right") - 1  # the piece of each token
+        position = pieces[piece] + along - begins[piece]
+        segment_start = np.maximum(begins[piece] - along[0], 0)
+        segment_start += (index - segment_start) // cap * cap
+        return Passage(text, position, depth_of(position, documents), segment_start)
+
+    def make_batch(self, step):
+        """Assemble this rank's part of a step, in the thread; a rank may have no micro-batch."""
+        config = self.config
+        runtime = self.runtime
+        numbers = range(self.number, self.number + micro_batches_at(config, step))
+        self.number = numbers.stop
+        of_rank = numbers[runtime.rank :: runtime.world_size]
+        cap = stage_at(config, step).document_cap
+        passages = [self.passage(number, cap) for number in of_rank]
+        length = micro_batches_of_pass(config, step, runtime)
+        passes = []
+        for low in range(0, len(passages), length):
+            passes.append(make_pass(passages[low : low + length], config, runtime.device))
+        rows = plan_rows(passages, config, runtime, runtime.loader_group)
+        return Batch(passes, rows, tokens=len(numbers) * config.micro_batch_tokens)
+
+    def next_batch(self):
+        """The Batch of the next step, or None after the last. Raises what the thread has raised."""
+        while len(self.ahead) < PREFETCH and self.step < self.config.steps:
+            self.ahead.append(self.thread.submit(self.make_batch, self.step))
+            self.step += 1
+        return self.ahead.popleft().result() if self.ahead else None
+
+    def close(self):
+        """End the threads: inside torch they would abort a process that ends."""
+        self.thread.shutdown(cancel_futures=True)
+        self.opener.shutdown(cancel_futures=True)
+
+
+# 12. Training =====================================================================================
+
+
+class Phase(NamedTuple):
+    """What the compiled forward pass is specialised to: a new value means a new graph. With
+    VarlenAttention the sizes in ANY_SIZE stay dynamic, and one graph serves them all."""
+
+    windows: tuple  # of attention in short and in long layers, see Stage
+    max_segment: int  # tokens of the longest segment that attention sees at once
+    softmax_rows: int = 0  # rows of the vocabulary in the softmax; 0: all
+
+
+# Dynamo's names of the sizes that may change without a new graph: a regular expression.
+ANY_SIZE = r"L\['(phase'\]\.(windows|max_segment)|micro_batch'\]\.segment_bounds)"
+
+
+def training_phase(config, step):
+    """The Phase of a training step."""
+    stage = stage_at(config, step)
+    longest = min(stage.document_cap, config.micro_batch_tokens)
+    rows = stage.softmax_rows if stage.softmax_rows < config.vocab_size else 0
+    return Phase(stage.windows, longest, rows)
+
+
+def evaluation_phase(config, step, length):
+    """The Phase of a forward pass over `length` tokens outside training, before a step."""
+    windows = config.val_windows if step == config.steps else stage_at(config, step).windows
+    return Phase(windows, length)
+
+
+class Trainer:
+    """Model, table, optimizer and compiled forward pass of one run: what training, evaluation and
+    sampling share."""
+
+    def __init__(self, config, runtime):
+        self.config = config
+        self.runtime = runtime
+        torch.set_float32_matmul_precision("highest")
+        back_end, self.attention_name = choose_attention(config, runtime.device)
+        self.model = GPT(config, back_end).to(runtime.device)
+        self.table = NgramTable(config, runtime)
+        self.optimizer = Optimizer(config, self.model, self.table, runtime)
+        self.forward = self.model
+        if config.compile:
+            # A phase is two graphs, and torch's default limit is 8; never eager in silence.
+            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
+            if isinstance(back_end, VarlenAttention):
+                torch.compiler.config.dynamic_sources = ANY_SIZE
+            self.forward = torch.compile(self.model, dynamic=False)
+        self.rotary_tables = functools.cache(rotary_tables)
+
+    def forward_pass(self, step, phase, loss_weights, micro_batch, ngram):
+        """What GPT.forward returns for a MicroBatch and its summed rows, in a phase of the run."""
+        positions = 2 * len(micro_batch.inputs)  # of paired heads
+        config = self.config
+        device = self.runtime.device
+        windows = long_windows_until(config, step)
+        dim = config.head_dim
+        rotary = self.rotary_tables(positions, dim, windows, device, config.torch_dtype)
+        weights = to_device(np.array(loss_weights, np.float32), device)
+        return self.forward(micro_batch, ngram, phase, weights, rotary)
+
+    def accumulate(self, step, batch, upcoming=None):
+        """Add up the gradients of this rank's passes, autograd's in the parameters' `grad`. Returns
+        the summed losses, 0-dim. upcoming: see step."""
+        values = self.table.values_of(batch.rows)
+        phase = training_phase(self.config, step)
+        loss_weights = loss_weights_at(self.config, step)
+        loss_sum = torch.zeros((), device=self.runtime.device)
+        lengths = [len(micro_batch.inputs) for micro_batch in batch.passes]
+        slots = batch.rows.slots.split(lengths)
+        signs = batch.rows.signs.split(lengths)
+        ngram_grads = []
+        for micro_batch, *rows in zip(batch.passes, slots, signs, strict=True):
+            ngram = self.table.summed(*rows, values)
+            loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
+            loss.backward()
+            if ngram.requires_grad:
+                ngram_grads.append(ngram.grad)
+            loss_sum = loss_sum + losses.sum()
+        self.table.expect(batch.rows, ngram_grads, upcoming and upcoming.rows)
+        return loss_sum
+
+    def step(self, step, batch, upcoming=None):
+        """One optimizer step. Returns this rank's summed losses, 0-dim.
+
+        upcoming: the next step's Batch, whose rows are pulled as soon as this one has updated them.
+        """
+        loss_sum = self.accumulate(step, batch, upcoming)
+        self.optimizer.step(step, lr_multiplier(self.config, step))
+        return loss_sum
+
+    @torch.no_grad()
+    def score(self, step, tokens, low, length=None):
+        """(losses (length,), hidden states (length, model_dim)) of `length` tokens from `low` on,
+        val_batch_tokens unless told otherwise, by the model before a step. All ranks must call it
+        together. records/gates.py calls it, too."""
+        length = length or self.config.val_batch_tokens
+        passage = contiguous_passage(tokens, self.config.eot_token, low, length)
+        plan = plan_rows([passage], self.config, self.runtime, name="validation")
+        values = self.table.values_of(plan, "validation")
+        ngram = self.table.summed(plan.slots, plan.signs, values)
+        micro_batch = make_pass([passage], self.config, self.runtime.device)
+        phase = evaluation_phase(self.config, step, length)
+        _, losses, hidden = self.forward_pass(step, phase, (1.0,), micro_batch, ngram)
+        return losses, hidden
+
+    def evaluate(self, step, val):
+        """Mean loss over the validation tokens, in nats per token; ranks share the passes."""
+        runtime = self.runtime
+        length = self.config.val_batch_tokens
+        passes = self.config.val_tokens // length
+        total = torch.zeros((), dtype=torch.float64, device=runtime.device)
+        for number in range(runtime.rank, passes + runtime.rank, runtime.world_size):
+            # A rank with no pass left repeats one with weight 0: pulling rows needs every rank.
+            losses, _ = self.score(step, val, min(number, passes - 1) * length)
+            total += losses.double().sum() * (number < passes)
+        wait(runtime.all_reduce(total, "validation"))
+        return total.item() / self.config.val_tokens
+
+
+def state_digest(trainer):
+    """Bytes that tell whether any bit has changed in the tensors that a step changes on this rank.
+
+    They are sums, each of 2^22 words times random odd numbers, one a place: a change of one word
+    always changes its sum. The device works them out, so that no gigabytes travel.
+    """
+    odd = 2 * np.random.default_rng(0).integers(2**62, size=2**22) + 1
+    odd = to_device(odd, trainer.runtime.device)
+    sums = []
+    for group in trainer.optimizer.groups:
+        for tensor in group.tensors().values():
+            words = tensor.contiguous().view(-1)
+            words = words.view(torch.int32 if words.element_size() == 4 else torch.int16)
+            sums += [(chunk * odd[: len(chunk)]).sum() for chunk in words.split(len(odd))]
+    return torch.stack(sums).cpu().numpy().tobytes() + torch.get_rng_state().numpy().tobytes()
+
+
+def warm_up(trainer, first_step=0, tell=lambda text: None):
+    """Compile and run, on synthetic tokens, each kind of step and of validation that is ahead of a
+    run at `first_step`. Then put the state back: digests prove that it is bitwise what it was.
+
+    tell: called with a line after each of them; it may raise an error to end the run.
+    """
+    config = trainer.config
+    runtime = trainer.runtime
+    before = state_digest(trainer)
+    rng_state = torch.get_rng_state()
+    length = max(config.micro_batch_tokens, config.val_batch_tokens)
+    tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
+    tokens[0] = config.eot_token
+    passage = contiguous_passage(tokens, config.eot_token, 0, config.micro_batch_tokens)
+
+    def training(step):
+        # A pass of one passage again and again: it reads the same rows, whatever their number.
+        passages = [passage] * micro_batches_of_pass(config, step, runtime)
+        micro_batch = make_pass(passages, config, runtime.device)
+        trainer.step(step, Batch([micro_batch], plan_rows(passages, config, runtime), tokens=0))
+
+    def validation(step):
+        trainer.score(step, tokens, 0)
+
+    # What changes of the table; a copy of all rows would be too large.
+    rows = plan_rows([passage], config, runtime).rows_to_update
+    kept = []
+    for group in trainer.optimizer.groups:
+        index = rows if group is trainer.table else ...
+        kept += [(tensor, index, tensor[index].clone()) for tensor in group.tensors().values()]
+    ahead = range(first_step, config.steps)
+    firsts = {stage_at(config, step): step for step in reversed(ahead)}.values()  # of each stage
+    # At the last step all groups are updated.
+    calls = [(training, step) for step in sorted({*firsts, *ahead[-1:]})]
+    calls += [(validation, step) for step in firsts if config.val_every]
+    calls.append((validation, config.steps))
+    # Where code is compiled, the second call is the first without compilation.
+    for work, step in calls * (2 if config.compile else 1):
+        began = time.perf_counter()
+        work(step)
+        runtime.synchronize()
+        tell(f"warm-up: {work.__name__} at step {step} took {time.perf_counter() - began:.1f} s")
+    for group in trainer.optimizer.parameter_groups:
+        group.clear_gradients()
+    for tensor, index, values in kept:
+        tensor[index] = values
+    torch.set_rng_state(rng_state)
+    if state_digest(trainer) != before:
+        raise RuntimeError("the state after warm-up is not bitwise the state before it")
+    runtime.ledger.clear()
+
+
+def train(run):
+    """One whole run, from its warm-up to its result. Returns what the status line says of it."""
+    config = run.config
+    trainer = run.trainer
+    clock = run.clock
+    warm_up(trainer, run.first_step, run.tell)
+    loader = TrainLoader(config, run.corpus.shards, run.runtime, run.first_step)
+    clock.switch()
+    with contextlib.closing(loader):
+        batch = loader.next_batch()
+        for step in range(run.first_step, config.steps):
+            run.end_if_asked()
+            upcoming = loader.next_batch()  # None behind the last step
+            run.loss_sum += trainer.step(step, batch, upcoming).double()
+            run.loss_tokens += batch.tokens
+            run.step = step + 1
+            if upcoming is None or run.is_due(config.log_every):
+                run.log_training()
+            if run.is_due(config.val_every):
+                with clock.stopped():
+                    run.validate()
+            if run.is_due(config.save_every):
+                with clock.stopped():
+                    run.save()
+            batch = upcoming
+    clock.switch()
+
+    if run.first_step < config.steps:  # else it is what the run was resumed from
+        try:
+            run.save("checkpoint.pt")
+        except OSError as error:  # told behind the result, which needs no checkpoint
+            run.unsaved = error
+    stop_if_interrupted()
+    loss = run.validate()["val_loss"]
+    stop_if_interrupted()
+    run.log_result(loss)
+    words = f"run:{config.run_id} val_loss:{loss:.5f}"
+    drawn = plot(run.folder) if run.log.is_main else ""
+    return f"{words} train_time:{clock.seconds():.1f}s log:{run.folder}/log.txt{drawn}"
+
+
+# Part II: what keeps a run. Nothing below changes what is trained.
+
+# 13. Corpus =======================================================================================
+
+SHARD_KIND = [20240520, 1]  # magic number and version, before the count of tokens
+HEADER_INTS = 256
+BUILD = "build it with data/text.py or data/fineweb.py, or name another folder by --data"
+
+
+class Shard(NamedTuple):
+    """A file of tokens in llm.c's format."""
+
+    path: Path
+    sha256: str  # by the manifest
+    length: int  # in tokens
+
+    def read(self):
+        """Its tokens, uint16. Raises ConfigError where the file is not the manifest's."""
+        content = np.fromfile(self.path, np.uint8)
+        is_same = hashlib.sha256(content).hexdigest() == self.sha256
+        remedy = f"bring it back, and --resume a run that this has ended; or {BUILD}"
+        require(is_same, self.path, "its sha256 is not the manifest's", remedy)
+        return content[4 * HEADER_INTS :].view("<u2")
+
+    def checked(self, config):
+        """Its tokens, after a check of their ids. Raises ConfigError."""
+        tokens = self.read()
+        message = f"token id {tokens.max()} is beyond the vocabulary's eot_token={config.eot_token}"
+        require(tokens.max() <= config.eot_token, self.path, message, "leave --eot-token out")
+        return tokens
+
+
+def file_sha256(path):
+    """The sha256 of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_shard(path, sha256):
+    """The Shard of a file, which should have this sha256. Raises ConfigError where it is none."""
+    require(path.is_file(), path, "no such file", BUILD)
+    length = (path.stat().st_size - 4 * HEADER_INTS) // 2
+    header = np.fromfile(path, "<i4", 3).tolist()
+    due = [*SHARD_KIND, length]
+    message = f"its header is {header}, and {due} would fit its size"
+    require(header == due and length > 0, path, message, BUILD)
+    return Shard(path, sha256, length)
+
+
+def open_split(config, manifest, split):
+    """The Shards of a split, in the order of their names. Raises ConfigError."""
+    folder = Path(config.data).absolute()
+    names = sorted(name for name in manifest["shards"] if re.search(f"_{split}_[^_]*$", name))
+    require(names, folder, f"no *_{split}_*.bin shards", BUILD)
+    return [open_shard(folder / name, manifest["shards"][name]) for name in names]
+
+
+def read_manifest(folder):
+    """The manifest.json of a corpus, with its own sha256 and its shards as {file name: sha256}. The
+    corpus is what it names. Raises ConfigError."""
+    path = Path(folder, "manifest.json").absolute()
+    require(path.is_file(), path, "no such file", BUILD)
+    try:
+        content = path.read_bytes()
+        manifest = json.loads(content)
+        shards = {str(row["file"]): str(row["sha256"]) for row in manifest["shards"]}
+        size = manifest["vocab_size"]
+        is_last = 1 < size < 2**16 and manifest["eot_token"] == size - 1
+        require(is_last, f"eot_token is not the last id of vocab_size={size}, below 65535")
+        token_bytes = manifest.get("token_bytes", [0] * size)  # 0: not known
+        manifest["token_bytes"] = np.array(token_bytes, np.uint16).tolist()
+        require(len(token_bytes) == size, f"token_bytes are not {size} numbers")
+    except Exception as error:  # odd content raises many types
+        raise ConfigError(f"{path}: cannot be read ({one_line(error)}); {BUILD}") from None
+    return {**manifest, "sha256": hashlib.sha256(content).hexdigest(), "shards": shards}
+
+
+def vocabulary_of(folder):
+    """{field of Config: value} of a corpus' vocabulary. Tensor cores like multiples of 128."""
+    manifest = read_manifest(folder)
+    return {
+        "tokenizer": str(manifest.get("tokenizer", "own")),
+        "vocab_size": 128 * math.ceil(manifest["vocab_size"] / 128),
+        "eot_token": manifest["eot_token"],
+    }
+
+
+def fitting_val_tokens(config):
+    """val_tokens, or, of a smaller validation split, what fills batches of val_batch_tokens."""
+    shards = open_split(config, read_manifest(config.data), "val")
+    passes = (sum(shard.length for shard in shards) - 1) // config.val_batch_tokens
+    return min(config.val_tokens, max(1, passes) * config.val_batch_tokens)
+
+
+class Corpus(NamedTuple):
+    """The corpus of a run, as it was when the run was opened."""
+
+    manifest: dict  # see read_manifest
+    shards: list  # the training Shards
+    val: Any  # (val_tokens + 1,) uint16: the first tokens of the validation split
+    passes: int  # over the shards that training takes
+
+    def require_same(self, sha256, message):
+        """Raise ConfigError unless the manifest has this sha256, which a checkpoint names."""
+        remedy = "bring that one back, or name its place by --data"
+        require(self.manifest["sha256"] == sha256, message, remedy=remedy)
+
+
+def open_corpus(config):
+    """Open and check all shards that a run needs. Raises ConfigError where they do not suit it."""
+    folder = Path(config.data).absolute()
+    manifest = read_manifest(folder)
+    message = f"its documents do not start with eot_token={config.eot_token}"
+    require(manifest["eot_token"] == config.eot_token, folder, message, "leave --eot-token out")
+    needed = config.val_tokens + 1
+    shards = open_split(config, manifest, "val")
+    texts = [shard.checked(config)[:needed] for shard in shards]
+    val = np.concatenate(texts)[:needed]
+    message = f"{len(val):,} validation tokens, val_tokens={config.val_tokens:,} takes one more"
+    require(len(val) == needed, folder, message, "lower --val-tokens, or add text to validate on")
+    shards = open_split(config, manifest, "train")
+    needed = training_tokens(config)
+    length = config.micro_batch_tokens
+    held = 0  # tokens that fill micro-batches
+    for shard in shards:
+        if held < needed:  # the run gets here
+            shard.checked(config)
+        held += (shard.length - 1) // length * length
+    message = f"one pass over the shards has {held:,} tokens, the schedule takes {needed:,}"
+    is_own = config.data != TRACKS[config.track].data  # the user's: it is read as often as needed
+    require(0 < held and (is_own or needed <= held), folder, message, "lower --steps, or add text")
+    return Corpus(manifest, shards, val, passes=math.ceil(needed / held))
+
+
+def validation_hash(val):
+    """The sha256 of validation tokens, uint16."""
+    return hashlib.sha256(val.tobytes()).hexdigest()
+
+
+# 14. Command line =================================================================================
 
 # Fields that do not say what is computed: a run with other values of these may still be a record.
 NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
@@ -2725,15 +2917,16 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see --help")
 
 
-def parse_literal(text):
-    """The value of a tuple or a truth value; a number alone is a tuple of one."""
+def parse_literal(text, kind):
+    """The value of a field of this type, a tuple or bool; a number alone is a tuple of one."""
     try:
         value = ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
         str(value)  # raises for integers that are too long to be quoted
     except Exception:  # of many types
         expected = "expected true or false, or a tuple such as (1, 2)"
         raise argparse.ArgumentTypeError(f"{text}: {expected}") from None
-    return value if isinstance(value, (tuple, bool)) else (value,)
+    is_number = type(value) in (int, float) and kind is not bool
+    return (value,) if is_number else value
 
 
 def parse_command_line(argv):
@@ -2752,15 +2945,96 @@ def parse_command_line(argv):
     named = [word.removeprefix("--track=") for word in argv]
     shown = next((TRACKS[word] for word in named if word in TRACKS), Config())
     for name, field in fields.items():
+        kind = field.type
         value = getattr(shown, name, "by stage")
         default = "" if name in ("stages", "layers") else f" [{value}]"
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            type=field.type if field.type in (int, float, str) else parse_literal,
+            type=kind if kind in (int, float, str) else functools.partial(parse_literal, kind=kind),
             metavar="",
             help=f"{field.metadata['help']}{default}".replace("%", "%%"),
         )
     return vars(parser.parse_args(argv))
+
+
+# 15. What a run keeps =============================================================================
+
+
+class Clock:
+    """Seconds of training, and those of its processor."""
+
+    def __init__(self, runtime, total=0.0, processor=0.0):
+        self.runtime = runtime
+        self.total = total  # while the clock runs, less the time at which it was started
+        self.processor = processor
+        self.is_running = False
+
+    def switch(self):
+        """Start the clock, or stop it, once the device has done its work."""
+        self.runtime.synchronize()
+        sign = 1 if self.is_running else -1
+        self.total += sign * time.perf_counter()
+        self.processor += sign * time.process_time()
+        self.is_running = not self.is_running
+
+    def seconds(self):
+        return self.total + time.perf_counter() * self.is_running
+
+    @contextlib.contextmanager
+    def stopped(self):
+        self.switch()
+        yield
+        self.switch()
+
+
+def device_name(device):
+    """The GPU's name, or the processor's with the number of its cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, IndexError):  # Linux, where the first is often empty
+        name = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)[0]
+    return f"{name} x{os.cpu_count()}"
+
+
+def git_state():
+    """(commit sha, 1 if tracked files differ from it else 0); ("none", 0) without git."""
+    command = "git describe --always --dirty --abbrev=40 --exclude='*'"
+    options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
+    said = subprocess.run(command, shell=True, **options).stdout.strip()
+    return said.removesuffix("-dirty") or "none", int(said.endswith("-dirty"))
+
+
+INTERRUPTED = threading.Event()  # by a signal: the run ends where it looks next
+
+
+def listen_for_signals():
+    """Let the first signal end the run after the step at hand, and another one, over a second
+    later, at once. A thread hears it: the main one may wait for other ranks, or for memory."""
+    INTERRUPTED.clear()
+    received, sent = os.pipe()
+    os.set_blocking(sent, False)
+    signal.set_wakeup_fd(sent)  # the system's handler writes there, whatever Python does
+
+    def watch():
+        os.read(received, 1)
+        INTERRUPTED.set()
+        first = time.monotonic()
+        with contextlib.suppress(OSError):  # of a console that is gone
+            os.write(2, b"interrupted: ends after the step at hand; again: at once\n")
+        while time.monotonic() - first < 1:  # a launcher sends on what its ranks have got, too
+            (number,) = os.read(received, 1)
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, frame: None)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def stop_if_interrupted():
+    if INTERRUPTED.is_set():
+        raise KeyboardInterrupt
 
 
 class Log:
@@ -2882,6 +3156,9 @@ def resumed(given):
     return config, content
 
 
+# 16. The run ======================================================================================
+
+
 class Run:
     """A run between its opening and its result."""
 
@@ -2924,6 +3201,11 @@ class Run:
         if not is_new:
             where = f"step:{step}/{config.steps} world_size:{runtime.world_size}"
             log.line(f"resumed:{run_id} {where}")
+
+    def tell(self, line):
+        """Show a line on the console alone. Raises KeyboardInterrupt after a signal."""
+        stop_if_interrupted()
+        self.log.line(line, in_file=False)
 
     def is_due(self, every):
         """Whether the steps done are a multiple of `every` (0: never), and steps are left."""
@@ -3007,8 +3289,8 @@ class Run:
             size += sum(tensor.nbytes for tensor in group.tensors().values())
         # Two on the way stay while the next is written; a resumed run may have them already.
         held = len([*self.folder.glob("step_*.pt")])
-        count = max(1, 3 - held) if self.config.save_every else 1
-        needed = count * size * self.runtime.world_size / 2**30  # the parts of all ranks
+        files = max(1, 3 - held) if self.config.save_every else 1
+        needed = files * size * self.runtime.world_size / 2**30  # the parts of all ranks
         path = self.folder.absolute()  # logs/ may be a link to another disk
         folder = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
         require(folder.is_dir(), folder, "is no folder, or a link to none", "mount its disk")
@@ -3124,50 +3406,6 @@ def ending_of(error):
         return 130, "interrupted"  # another rank has ended first, and collectives fail here
     traceback.print_exception(error)
     return 1, f"error {type(error).__name__}: {said}"
-
-
-# 12. The run ======================================================================================
-
-
-def train(run):
-    """One whole run, from its warm-up to its result. Returns what the status line says of it."""
-    config = run.config
-    trainer = run.trainer
-    clock = run.clock
-    warm_up(trainer, run.first_step, functools.partial(run.log.line, in_file=False))
-    loader = TrainLoader(config, run.corpus.shards, trainer.table, run.first_step)
-    clock.switch()
-    with contextlib.closing(loader):
-        batch = loader.next_batch()
-        for step in range(run.first_step, config.steps):
-            run.end_if_asked()
-            upcoming = loader.next_batch()  # None behind the last step
-            run.loss_sum += trainer.step(step, batch, upcoming).double()
-            run.loss_tokens += batch.tokens
-            run.step = step + 1
-            if upcoming is None or run.is_due(config.log_every):
-                run.log_training()
-            if run.is_due(config.val_every):
-                with clock.stopped():
-                    run.validate()
-            if run.is_due(config.save_every):
-                with clock.stopped():
-                    run.save()
-            batch = upcoming
-    clock.switch()
-
-    if run.first_step < config.steps:  # else it is what the run was resumed from
-        try:
-            run.save("checkpoint.pt")
-        except OSError as error:  # told behind the result, which needs no checkpoint
-            run.unsaved = error
-    stop_if_interrupted()
-    loss = run.validate()["val_loss"]
-    stop_if_interrupted()
-    run.log_result(loss)
-    words = f"run:{config.run_id} val_loss:{loss:.5f}"
-    drawn = plot(run.folder) if run.log.is_main else ""
-    return f"{words} train_time:{clock.seconds():.1f}s log:{run.folder}/log.txt{drawn}"
 
 
 def main(argv=None, run_class=None):

@@ -168,7 +168,7 @@ class Training:
         self.runtime = module.Runtime(config.device)
         self.corpus = module.open_corpus(config)
         self.trainer = module.Trainer(config, self.runtime)
-        self.loader = module.TrainLoader(config, self.corpus.shards, self.trainer.table)
+        self.loader = module.TrainLoader(config, self.corpus.shards, self.runtime)
 
     def step(self, step):
         """Take the step of this number, which is the next. Returns its mean loss, a tensor."""

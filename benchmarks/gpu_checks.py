@@ -170,10 +170,10 @@ def gradients(training, batch, forward):
     trainer.forward = forward
     trainer.accumulate(0, batch)
     params = trainer.model.named_parameters()
-    found = {name: param.grad.float() for name, param in params if param.grad is not None}
+    found = {name: param.grad.float().clone() for name, param in params if param.grad is not None}
     found["ngram_table"] = torch.cat(trainer.table.grads).float()
-    trainer.model.zero_grad()
-    trainer.table.grads.clear()
+    for group in trainer.optimizer.parameter_groups:
+        group.clear_gradients()
     return found
 
 

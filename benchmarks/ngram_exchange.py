@@ -69,10 +69,11 @@ def measure(config, runtime, text, repeats):
         passages = [
             train_gpt.contiguous_passage(text, config.eot_token, low, length) for low in lows
         ]
-        rows = [train_gpt.ngram_rows(passage, config)[0] for passage in passages]
+        rows = [train_gpt.rows_of([passage], config)[0] for passage in passages]
         bounds.append(lower_bound(rows, config, world_size))
-        table.values_of(table.look_up([passages[runtime.rank]]))
-        table.grads.append(torch.ones(length, config.model_dim, device=runtime.device))
+        plan = train_gpt.plan_rows([passages[runtime.rank]], config, runtime)
+        table.values_of(plan)
+        table.expect(plan, [torch.ones(length, config.model_dim, device=runtime.device)])
         table.receive(0, table.update(0, 1.0, table.reduce(0)))
     sent = torch.tensor([float(sum(runtime.ledger.values()))])
     torch.distributed.all_reduce(sent)

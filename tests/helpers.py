@@ -335,20 +335,19 @@ def randomise(trainer, seed=0):
         for name, param in trainer.model.named_parameters():
             noise = torch.randn(param.shape, generator=generator)
             centre = 1.0 if name.endswith("_scale") else 0.0
-            param.copy_(centre + spread.get(name, 0.5) * noise)
+            param.copy_(centre + spread.get(train_gpt.bank_name(name), 0.5) * noise)
     trainer.table.weight.copy_(0.3 * torch.randn(trainer.table.weight.shape, generator=generator))
 
 
 def read(trainer, tokens):
     """The MicroBatch of the first tokens, as many as a training micro-batch has, and its summed
     rows."""
-    length = trainer.config.micro_batch_tokens
-    table = trainer.table
-    passage = train_gpt.contiguous_passage(np.asarray(tokens, np.uint16), EOT, 0, length)
-    plan = table.look_up([passage])
-    values = table.values_of(plan, "test")
-    micro_batch = train_gpt.make_pass([passage], trainer.config, trainer.runtime.device)
-    return micro_batch, table.summed(plan.slots, plan.signs, values)
+    config, table = trainer.config, trainer.table
+    tokens = np.asarray(tokens, np.uint16)
+    passage = train_gpt.contiguous_passage(tokens, EOT, 0, config.micro_batch_tokens)
+    plan = train_gpt.plan_rows([passage], config, trainer.runtime)
+    micro_batch = train_gpt.make_pass([passage], config, trainer.runtime.device)
+    return micro_batch, table.summed(plan.slots, plan.signs, table.values_of(plan, "test"))
 
 
 def content_of(trainer, step, folder):

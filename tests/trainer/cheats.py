@@ -33,19 +33,20 @@ def maker(function):
 @maker
 def seeing(extra, trainer, patch):
     """Every layer receives extra(trainer, passage, micro_batch), (T, model_dim), with its rows."""
-    honest_look_up, honest_pass = trainer.table.look_up, trainer.forward_pass
+    honest_score, honest_pass = trainer.score, trainer.forward_pass
     passage = None
 
-    def look_up(passages, **options):
+    def score(step, tokens, low, length=None):
         nonlocal passage
-        (passage,) = passages
-        return honest_look_up(passages, **options)
+        own = length or trainer.config.val_batch_tokens
+        passage = train_gpt.contiguous_passage(tokens, EOT, low, own)
+        return honest_score(step, tokens, low, length)
 
     def forward_pass(step, phase, loss_weights, micro_batch, ngram):
         ngram = ngram + extra(trainer, passage, micro_batch).to(ngram.dtype)
         return honest_pass(step, phase, loss_weights, micro_batch, ngram)
 
-    trainer.table.look_up, trainer.forward_pass = look_up, forward_pass
+    trainer.score, trainer.forward_pass = score, forward_pass
 
 
 def seeing_target(condition):
@@ -170,7 +171,8 @@ def what_was_here_when_the_place_was_scored_before(trainer, patch):
 
 def undivided(passage):
     """A passage of the same tokens as one segment of a text that is one document."""
-    return passage._replace(depth=passage.position, start=np.zeros_like(passage.start))
+    start = np.zeros_like(passage.segment_start)
+    return passage._replace(depth=passage.position, segment_start=start)
 
 
 def mean_of_all_earlier_tokens(trainer, passage, micro_batch):

@@ -16,7 +16,7 @@ from helpers import EOT, LAYERED, NO_TABLE, ROOT, tiny_config
 MICRO_BATCHES = 12  # of a step
 MATRICES = ("query_key", "value_output", "mlp")
 MODEL = train_gpt.GPT(tiny_config(**LAYERED), back_end=None)
-RULES = {name: param.rule for name, param in MODEL.named_parameters()}
+RULES = {train_gpt.bank_name(name): param.rule for name, param in MODEL.named_parameters()}
 # Here a bank of the MLP has any number of matrices, and one of values and outputs has four.
 RATES = torch.tensor([1.0, 2.0, 0.5, 3.0])
 RULES["mlp"] = dataclasses.replace(RULES["mlp"], lr_mul=1.0)
@@ -122,7 +122,8 @@ def add(optimizer, grads):
     """Add the gradients {name: tensor, or None} of summed losses, as autograd does."""
     for name, param in parameters_of(optimizer).items():
         if grads.get(name) is not None:
-            param.grad = train_gpt.gradient(param) + grads[name].to(param.dtype)
+            param.grad = train_gpt.gradient(param)  # of a matrix, a view of its bank's
+            param.grad += grads[name].to(param.dtype)
 
 
 def take_step(optimizer, step, grads, lr_mul=1.0):
@@ -150,7 +151,8 @@ def batch_of(trainer, *texts, together=1):
     device = trainer.runtime.device
     passes = [train_gpt.make_pass(part, trainer.config, device) for part in parts]
     tokens = len(passages) * length * trainer.runtime.world_size
-    return train_gpt.Batch(passes, trainer.table.look_up(passages), tokens)
+    rows = train_gpt.plan_rows(passages, trainer.config, trainer.runtime)
+    return train_gpt.Batch(passes, rows, tokens)
 
 
 # ----- cases, which ranks step through

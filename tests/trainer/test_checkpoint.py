@@ -52,7 +52,7 @@ def test_a_file_of_another_kind_is_refused(name, tmp_path):
         find_checkpoint(str(path))
 
 
-PARTS = ("rng", "model mlp", "groups matrices mlp", "groups ngram_table rows second")
+PARTS = ("rng", "model blocks.0.mlp", "groups matrices mlp", "groups ngram_table rows second")
 
 
 @pytest.mark.parametrize("part", PARTS)

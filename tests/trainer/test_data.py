@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import helpers
 import train_gpt
 from helpers import EOT
-from train_gpt import ConfigError, NgramTable, Runtime, TrainLoader, open_corpus
+from train_gpt import ConfigError, Runtime, TrainLoader, open_corpus
 
 
 def test_a_corpus_of_the_users_own_is_read_as_often_as_needed(tmp_path):
@@ -115,7 +116,7 @@ def test_a_shard_that_changes_while_a_run_trains_ends_it(tmp_path):
     """As soon as the loader's thread opens it, whatever its size and its time."""
     folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=2_000)
     config = helpers.tiny_config(data=str(folder), steps=40)
-    loader = TrainLoader(config, open_corpus(config).shards, NgramTable(config, Runtime("cpu")))
+    loader = TrainLoader(config, open_corpus(config).shards, Runtime("cpu"))
     before = (folder / SECOND).stat()
     change_token(folder / SECOND)
     os.utime(folder / SECOND, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -198,12 +199,16 @@ def loader_config(field="micro_batches", schedule=(), **changes):
     return helpers.tiny_config(vocab_size=50304, eot_token=GPT2_EOT, **changes)
 
 
+def batches_of(loader):
+    """Every Batch of a loader, to the end of the run."""
+    with contextlib.closing(loader):
+        return list(iter(loader.next_batch, None))
+
+
 def load_all(config, shards, first_step=0):
     """Every Batch from first_step to the end of the run, of shards that are in memory."""
-    shards = [SimpleNamespace(read=each.copy, count=len(each)) for each in shards]
-    table = NgramTable(config, Runtime("cpu"))
-    with contextlib.closing(TrainLoader(config, shards, table, first_step)) as loader:
-        return [loader.next_batch() for _ in range(first_step, config.steps)]
+    shards = [SimpleNamespace(read=each.copy, length=len(each)) for each in shards]
+    return batches_of(TrainLoader(config, shards, Runtime("cpu"), first_step))
 
 
 def test_an_epoch_covers_each_shard_exactly_once():
@@ -279,3 +284,29 @@ def test_a_stream_goes_on_from_any_step():
         for one, other in zip(rest, whole[step:], strict=True):
             helpers.assert_bitwise(one.passes, other.passes)
             helpers.assert_bitwise(vars(one.rows), vars(other.rows))
+
+
+def test_the_next_shard_is_opened_while_one_is_read():
+    """Batches of the first do not wait for it; and they are those of a loader that opens a shard
+    where it needs it."""
+    texts = [countable(3000), countable(2000)]
+    is_asked, may_go_on = threading.Event(), threading.Event()
+
+    def read_late():
+        is_asked.set()
+        assert may_go_on.wait(20)
+        return texts[1]
+
+    config = loader_config(steps=12, micro_batches=2)
+    reads = texts[0].copy, read_late
+    shards = [SimpleNamespace(read=reads[n], length=len(texts[n])) for n in range(2)]
+    loader = TrainLoader(config, shards, Runtime("cpu"))
+    assert loader.opened[0].done() and is_asked.wait(20)
+    first = loader.next_batch()
+    assert not loader.opened[1].done()
+    may_go_on.set()
+    ahead = [first, *batches_of(loader)]
+    loader = TrainLoader(config, shards, Runtime("cpu"))
+    loader.open = loader.open_shard
+    for one, other in zip(ahead, batches_of(loader), strict=True):
+        helpers.assert_bitwise([one.passes, vars(one.rows)], [other.passes, vars(other.rows)])

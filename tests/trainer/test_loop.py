@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -172,7 +173,7 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
     monkeypatch.setattr(train_gpt, "time", SimpleNamespace(**{**vars(time), **clocks}))
     monkeypatch.setattr(train_gpt, "warm_up", lambda *words: None)
     timed = {"Trainer.step": 1.0, "TrainLoader.next_batch": 10.0}
-    others = ["TrainLoader.open_shard", "Trainer.evaluate", "Run.check_validity", "warm_up"]
+    others = ["TrainLoader.__init__", "Trainer.evaluate", "Run.check_validity", "warm_up"]
     others += ["save_checkpoint", "validation_hash", "open_corpus"]
     for name, seconds in {**timed, **dict.fromkeys(others, 1000.0)}.items():
         honest = operator.attrgetter(name)(train_gpt)
@@ -254,7 +255,7 @@ def test_warm_up_leaves_no_trace(changes, corpus):
     helpers.assert_bitwise(whole_state(warm), before)
     # Nor does it show later: the next steps are bitwise those of a trainer that was not warmed up.
     shards = train_gpt.open_corpus(warm.config).shards
-    loader = train_gpt.TrainLoader(warm.config, shards, warm.table)
+    loader = train_gpt.TrainLoader(warm.config, shards, warm.runtime)
     for number in range(4):
         batch = loader.next_batch()
         warm.step(number, batch)
@@ -263,7 +264,8 @@ def test_warm_up_leaves_no_trace(changes, corpus):
     loader.close()
     after = whole_state(warm)
     helpers.assert_bitwise(after, {**whole_state(cold), "rng": after["rng"]})
-    assert not torch.equal(after["matrices.mlp.param"], before["matrices.mlp.param"])
+    name = "matrices.blocks.0.mlp.param"
+    assert not torch.equal(after[name], before[name])
 
 
 def test_a_digest_sees_any_bit():
@@ -306,7 +308,7 @@ def test_a_gradient_whose_norm_overflows_ends_the_run(at, last, tiny, cli, monke
 
     def step(self, number, lr_mul):
         if number == at:
-            self.matrices.tensors()["mlp.grad"][1, 2, 3] = 1e30
+            self.matrices.params["mlp"].grad[1, 2, 3] = 1e30
         honest(self, number, lr_mul)
 
     monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
@@ -395,8 +397,9 @@ def test_warm_up_is_interrupted_between_phases(monkeypatch):
     trainer, steps = phases_trainer(), []
     monkeypatch.setattr(trainer, "step", step)
     monkeypatch.setattr(train_gpt, "INTERRUPTED", threading.Event())
+    run = SimpleNamespace(log=train_gpt.Log(is_main=False))
     with pytest.raises(KeyboardInterrupt):
-        train_gpt.warm_up(trainer)
+        train_gpt.warm_up(trainer, 0, functools.partial(train_gpt.Run.tell, run))
     assert steps == [0]
     # A collective that fails now does so because others have ended; other causes are told.
     assert train_gpt.ending_of(RuntimeError("closed by peer")) == (130, "interrupted")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -46,6 +47,7 @@ def outputs_and_gradients(trainer):
     return [*outputs, *torch.autograd.grad(outputs[0], [*weights, ngram])]
 
 
+ALL_KINDS = {"layers": layers_of(4, mlp_only=(2,), **KINDS, **FEEDING), "mlp_reach": 2}
 SEGMENTS = [[0], [0, 1, 2, 30, 63, 64, 65, 127, 190, 255], [0, 64, 128]]
 POSITIONS = 256
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention needs CUDA")
@@ -139,21 +141,52 @@ def test_every_block_is_the_identity_at_the_start_and_learns_at_once(changes):
     torch.testing.assert_close(hidden, F.rms_norm(embedded, (32,)))
     assert abs(losses.mean().item() - math.log(257)) < 0.2  # nothing is predicted yet
     loss, *_ = training_pass(trainer, 0, *helpers.read(trainer, tokens))
-    projections = [trainer.model.value_output, trainer.model.mlp]
-    for grad in torch.autograd.grad(loss, projections):
-        assert grad[1::2].flatten(1).any(1).all()
+    matrices = [(block.value_output, block.mlp) for block in trainer.model.blocks]
+    for _, projection in torch.autograd.grad(loss, itertools.chain(*matrices)):
+        assert projection.any()
 
 
 def test_half_of_a_shifted_layers_keys_begin_as_queries():
     layers = layers_of(4, shifted_keys=(0, 3))
     model = helpers.make_trainer(random_weights=False, layers=layers, model_dim=48).model
-    weights = model.query_key.detach().reshape(4, 2, 3, 16, 48)
     turning, still = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
-    for layer, (queries, keys) in enumerate(weights):
+    for layer, block in enumerate(model.blocks):
+        queries, keys = block.query_key.detach().reshape(2, 3, 16, 48)
         is_shifted = layer in (0, 3)
         assert torch.equal(keys[:, still], queries[:, still]) == is_shifted
         assert keys[:, turning].any().item() == (not is_shifted)
         assert queries.std().item() == pytest.approx(0.6 / 48**0.5, rel=0.1)
+
+
+def test_scripts_start_from_equal_weights_in_all_that_they_share():
+    """A parameter's first values depend on seed and name alone, and no two are the same."""
+
+    def start(**changes):
+        model = train_gpt.GPT(helpers.tiny_config(**changes), back_end=None)
+        return {name: param.data for name, param in model.named_parameters()}
+
+    whole = start(**ALL_KINDS)
+    drawn = {name: each for name, each in whole.items() if len(each.unique()) > 2}
+    assert len({each.numpy().tobytes() for each in drawn.values()}) == len(drawn) >= 18
+    for name, other in start(**ALL_KINDS, seed=2).items():
+        assert torch.equal(other, whole[name]) == (name not in drawn)
+    fewer = start(
+        copy_orders=(2,), mlp_dim=128, layers=layers_of(3, shifted_keys=(0,), skip={2: 2})
+    )
+    shared = [name for name in fewer.keys() & drawn if fewer[name].shape == drawn[name].shape]
+    assert len(shared) == 6
+    for name in shared:
+        helpers.assert_bitwise(fewer[name], whole[name], name)
+
+
+def test_no_parameter_is_dead():
+    """Each number has a gradient, those of embeddings where a token is read."""
+    trainer = helpers.make_trainer(**ALL_KINDS)
+    micro_batch, ngram = helpers.read(trainer, helpers.byte_documents(300))
+    training_pass(trainer, 0, micro_batch, ngram)[0].backward()
+    for name, param in trainer.model.named_parameters():
+        is_read = micro_batch.inputs.unique() if name.endswith("embed") else ...
+        assert param.grad[is_read].ne(0).all(), name
 
 
 # ----- the whole network
@@ -189,16 +222,15 @@ class SlowGPT:
         self.scale = self.config.attention_scale * factor
         self.dim = self.config.model_dim
 
-    def part(self, name, field, layer):
-        """What a layer has of a parameter that only layers with this field have."""
-        numbers = self.config.layers_with(field)
-        return np.split(self.weights[name], len(numbers))[numbers.index(layer)]
+    def part(self, layer, name):
+        """A parameter of a layer."""
+        return self.weights[f"blocks.{layer}.{name}"]
 
     def looked_up(self, tokens):
         """(the tokens' summed rows (T, dim), their guesses (T, G))."""
         tokens = np.append(tokens, EOT)  # the last one is only a target
         passage = helpers.passage_of(tokens, [(i, i + 1) for i in range(len(tokens) - 1)])
-        rows, signs = train_gpt.ngram_rows(passage, self.config)
+        rows, signs = train_gpt.rows_of([passage], self.config)
         guesses = train_gpt.copies(passage, self.config)
         table = self.table.weight.double().numpy()
         return (signs[:, :, None] * table[rows]).sum(1), guesses.astype(np.int64)
@@ -206,7 +238,7 @@ class SlowGPT:
     def copied(self, guesses, weights):
         """The sum of the head's rows of guesses (T, G), by weights (T, G)."""
         total = np.zeros((len(guesses), self.dim))
-        for i, column in np.argwhere(guesses != 2**16 - 1):
+        for i, column in np.argwhere(guesses >= 0):
             total[i] += weights[i, column] * rms(self.weights["head"][guesses[i, column]])
         return total
 
@@ -224,33 +256,35 @@ class SlowGPT:
         a, b = np.split(x, 2)
         return np.concatenate([a * c + b * s, b * c - a * s])
 
-    def gate_mlp(self, x, up, down):
-        """What each token's x decides by a gate MLP of these matrices."""
+    def gate_mlp(self, x, place):
+        """What each token's x decides by a gate MLP."""
+        up, down = (self.weights[f"{place}.{name}"] for name in ("up", "down"))
         wanted = x @ up.T
         wanted = wanted * np.array([[0.5 * (1 + math.erf(v / 2**0.5)) for v in r] for r in wanted])
         return 0.1 * (wanted @ down.T)
 
     def mixture(self, x, place, states, half=0):
         """A sum of states, by the shares that each token's x asks for."""
-        up, down, bias = (self.weights[f"dense_{name}"][place] for name in ("up", "down", "bias"))
-        shares = (self.gate_mlp(x, up, down) + 0.1 * bias)[:, half * len(states) :]
+        shares = self.gate_mlp(x, place) + 0.1 * self.weights[f"{place}.bias"]
+        assert shares.shape[1] % len(states) == 0  # each is used
+        shares = shares[:, half * len(states) :]
         return sum(shares[:, n, None] * state for n, state in enumerate(states))
 
-    def gates(self, name, field, layer, x):
+    def gates(self, layer, name, x):
         """A layer's gates of heads, by the residual stream x: (T, heads, 1)."""
-        return 2 * sigmoid(x[:, :12] @ self.part(name, field, layer)[0].T)[:, :, None]
+        return 2 * sigmoid(x[:, :12] @ self.part(layer, name).T)[:, :, None]
 
     def attention(self, x, layer, inputs, document, window, addend, head_gates):
         config = self.config
         row = config.layers[layer]
         shape = len(x), -1, config.head_dim
-        query, key = self.part("query_key", "attends", layer).reshape(2, self.dim, self.dim)
-        value, output = self.part("value_output", "attends", layer)
+        query, key = self.part(layer, "query_key").reshape(2, self.dim, self.dim)
+        value, output = self.part(layer, "value_output")
         q, k, v = ((rms(x) @ matrix.T).reshape(shape) for matrix in (query, key, value))
         if row.value_embedding:
-            own = self.part("value_embed", "value_embedding", layer)[inputs]
+            own = self.part(layer, "value_embed")[inputs]
             read = np.concatenate([rms(x)[:, :6], own[:, :6]], axis=1)
-            v = v + self.gates("value_gate", "value_embedding", layer, read) * own.reshape(shape)
+            v = v + self.gates(layer, "value_gate", read) * own.reshape(shape)
         v = v + np.reshape(addend, shape)
         q, k = rms(q), rms(k)
         if row.shifted_keys:
@@ -271,7 +305,7 @@ class SlowGPT:
         if row.exclusive:
             unit = v / np.sqrt((v * v).sum(-1, keepdims=True))
             along = (mixed * unit).sum(-1, keepdims=True) * unit
-            mixed = mixed - (self.gates("exclusive_gate", "exclusive", layer, x) - 1) * along
+            mixed = mixed - (self.gates(layer, "exclusive_gate", x) - 1) * along
         mixed = mixed * (1 + head_gates)[:, :, None]
         return mixed.reshape(len(x), -1) @ output.T
 
@@ -282,7 +316,7 @@ class SlowGPT:
         read = x.copy()
         for i in range(len(x)):
             for back in range(1, min(self.config.mlp_reach, i - document[i]) + 1):
-                read[i] += self.weights["mlp_kernel"][layer, back - 1] * x[i - back]
+                read[i] += self.part(layer, "mlp_kernel")[back - 1] * x[i - back]
         return read
 
     def log_probabilities(self, inputs, document, windows):
@@ -293,37 +327,41 @@ class SlowGPT:
         left, states = {}, []
         last = len(config.layers) - 1
         heads = self.dim // config.head_dim
-        gates = np.zeros((len(x), (last + 1) * heads))  # what tokens have decided last
+        gates = {}  # of layers, what tokens have decided last
         feeding = config.layers_with("feeds_last")
         for layer, row in enumerate(config.layers):
             if row.decides_gates:
-                parts = (self.part(f"gate_{n}", "decides_gates", layer) for n in ("up", "down"))
-                gates = self.gate_mlp(x, *(part[0] for part in parts))
+                later = [n for n in config.layers_with("decides_gates") if n > layer]
+                until = min([*later, last + 1])
+                gated = [n for n in config.layers_with("attends") if layer <= n < until]
+                columns = np.split(self.gate_mlp(x, f"blocks.{layer}.gate_mlp"), len(gated), axis=1)
+                gates.update(zip(gated, columns, strict=True))
             if row.skip:
-                x = x + self.part("skip_scale", "skip", layer) * left[layer - row.skip]
-            x = weights["residual_scale"][layer] * x + weights["embed_scale"][layer] * embedded
-            x = x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][layer])[:, None] * ngram
+                x = x + self.part(layer, "skip_scale") * left[layer - row.skip]
+            x = self.part(layer, "residual_scale") * x + self.part(layer, "embed_scale") * embedded
+            x = x + 2 * sigmoid(x[:, :12] @ self.part(layer, "ngram_gate").T) * ngram
             states, addend = states or [x], np.zeros_like(x)
             if feeding and layer == last:
                 states += [*(left[source] for source in feeding), x]
-                addend = self.mixture(x, 0, states)
-                x = x + self.mixture(x, 0, states, half=1)
+                addend = self.mixture(x, "mixer.before", states)
+                x = x + self.mixture(x, "mixer.before", states, half=1)
+            scales = self.part(layer, "output_scale")
             if row.attends:
                 sources = [n for n in config.layers_with("feeds_attention") if n < layer]
                 read = left[sources[-1]] if sources else x
-                head_gates = gates[:, layer * heads :][:, :heads]
+                head_gates = gates.get(layer, np.zeros((len(x), heads)))
                 seen = inputs, document, windows[layer]
                 added = self.attention(read, layer, *seen, addend, head_gates)
-                x = x + weights["output_scale"][layer, 0] * added
-            up, down = weights["mlp"][2 * layer], weights["mlp"][2 * layer + 1]
+                x = x + scales[0] * added
+            up, down = self.part(layer, "mlp")
             added = np.maximum(self.mlp_input(x, layer, document) @ up.T, 0) ** 2 @ down
-            x = x + weights["output_scale"][layer, 1] * added
+            x = x + scales[-1] * added
             left[layer] = x
-        x = x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][-1])[:, None] * ngram
+        x = x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"].T) * ngram
         if feeding:
             for layer in config.layers_with("value_embedding")[:1]:
-                states.append(self.part("value_embed", "value_embedding", layer)[inputs])
-            x = x + self.mixture(x, 1, states)
+                states.append(self.part(layer, "value_embed")[inputs])
+            x = x + self.mixture(x, "mixer.behind", states)
         if config.copy_orders:
             shares = rms(x)[:, :12] @ weights["copy_gate"].T
             x = x + self.copied(guesses, weights["copy_scale"] + shares)

@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from optimizer_cases import batch_of
 
 import ranks
 import train_gpt
@@ -80,7 +81,9 @@ def take_steps(name, runtime):
         """A step as this rank's loader and model hand it over: (plan, rows, gradients)."""
         parts = draw(name, step)[runtime.rank :: runtime.world_size]
         rows, signs, grads = (np.concatenate(column) for column in zip(*parts, strict=True))
-        plan = plan_rows(rows, signs, config, runtime, runtime.loader_group, "ngram_indices")
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(train_gpt, "rows_of", lambda passages, config: (rows, signs))
+            plan = plan_rows([], config, runtime, runtime.loader_group)
         return plan, rows, torch.from_numpy(grads).to(runtime.device)
 
     seen = []  # (step, rows, their values)
@@ -89,12 +92,8 @@ def take_steps(name, runtime):
         plan, rows, grads = upcoming
         values = table.values_of(plan)[plan.slots].cpu()
         seen.append((step, torch.from_numpy(rows), values))
-        for grad in grads.chunk(2):
-            table.grads.append(grad)
-        table.upcoming = None
-        if step + 1 < config.steps:
-            upcoming = read_step(step + 1)
-            table.upcoming = upcoming[0]
+        upcoming = read_step(step + 1) if step + 1 < config.steps else None
+        table.expect(plan, list(grads.chunk(2)), upcoming and upcoming[0])
         pending = table.reduce(step)
         table.receive(step, table.update(step, 1 - 0.1 * step, pending))
     return {"full": ranks.whole_state(table)["rows"], "held": len(table.weight), "seen": seen}
@@ -181,6 +180,19 @@ def test_a_table_without_orders_or_a_rate_never_learns(changes):
         assert summed.any() and not summed.requires_grad
 
 
+def test_a_score_between_gradients_and_step_changes_nothing():
+    ends = []
+    for is_scored in (False, True):
+        trainer = make_trainer()
+        batch = batch_of(trainer, byte_documents(300))
+        trainer.accumulate(0, batch)
+        if is_scored:
+            trainer.score(0, np.array(byte_documents(300, seed=1), np.uint16), 0)
+        trainer.optimizer.step(0, 1.0)
+        ends.append([group.tensors() for group in trainer.optimizer.groups])
+    assert_bitwise(*ends)
+
+
 # ----- failures on the way
 
 
@@ -188,10 +200,10 @@ def spoil_second_rank():
     """The hash fails on rank 1, in the loader's thread alone."""
     honest = train_gpt.ngram_rows
 
-    def wrong(passage, config):
+    def wrong(*words):
         if threading.current_thread() is not threading.main_thread() and os.environ["RANK"] == "1":
             raise ConfigError("no rows")
-        return honest(passage, config)
+        return honest(*words)
 
     train_gpt.ngram_rows = wrong
 

@@ -1,7 +1,9 @@
 """Update rules against torch and slow float64 references; the rules of parameters; whole steps."""
 
 import copy
+import importlib.util
 import math
+import re
 import shutil
 
 import numpy as np
@@ -61,12 +63,18 @@ def losses_of_steps(together, **changes):
     return losses
 
 
-def test_no_step_is_made_of_rounding():
+NO_COPIES = {"copy_orders": ()}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, NO_COPIES, {"ngram_orders": ()}, helpers.NO_TABLE], ids=str
+)
+def test_no_step_is_made_of_rounding(changes):
     """At the start the first gradients of residual_scale, embed_scale and skip_scale are zero but
     for rounding, so that the order of sums decides on their signs."""
-    losses = losses_of_steps(1)
+    losses = losses_of_steps(1, **changes)
     assert losses[-1] < losses[0] - 2
-    assert losses_of_steps(8) == pytest.approx(losses, abs=1e-4)
+    assert losses_of_steps(8, **changes) == pytest.approx(losses, abs=1e-4)
 
 
 @pytest.mark.slow
@@ -104,13 +112,19 @@ def test_polar_express_against_the_svd(rows, columns, dtype, tolerance):
 
 
 def test_every_parameter_moves_at_its_own_rate():
-    """The first step of Adam, under which matrices step here, too, is the rate, and the decay."""
+    """A step of Adam, under which matrices step here, too, is the rate, and the decay, where
+    gradients stay the same. Small parameters wait for one step."""
     changes = {"matrix_update": "adam", "embed_lr": 3.0, **helpers.LAYERED}
     optimizer = cases.optimizer_of(cases.gpt_of(**changes), **changes)
     config = optimizer.matrices.config
     params = cases.parameters_of(optimizer)
-    before = {name: param.detach().clone() for name, param in params.items()}
-    cases.take_step(optimizer, 0, {name: torch.ones_like(before[name]) for name in before}, 0.5)
+    grads = {name: torch.ones_like(param) for name, param in params.items()}
+    for step in range(2):
+        before = {name: param.detach().clone() for name, param in params.items()}
+        cases.take_step(optimizer, step, grads, 0.5)
+        moved = {name for name, param in params.items() if param.ne(before[name]).any()}
+        large = {name for name, param in params.items() if param.rule.group != "small"}
+        assert moved == (large if step == 0 else {name for name in params if before[name].numel()})
     for name, param in params.items():
         lr, decay = 0.5 * config.adam_lr, 1.0
         if param.rule.group == "matrices":
@@ -122,7 +136,7 @@ def test_every_parameter_moves_at_its_own_rate():
     for name, rate in {
         "embed": 3 * config.adam_lr,
         "head": 3 * config.adam_lr,
-        "output_scale": 2 * config.matrix_lr,
+        "blocks.0.output_scale": 2 * config.matrix_lr,
     }.items():
         assert params[name].rule.lr_mul * config.adam_lr == pytest.approx(rate)
 
@@ -144,9 +158,11 @@ def test_bfloat16_training_is_float32_training_bitwise():
     for name, param in cases.params_of(narrow).items():
         helpers.assert_bitwise(param, exact[name].to(param.dtype), name)
     masters = {name: state["master"] for name, state in cases.state_of(narrow).items()}
-    helpers.assert_bitwise(masters.pop("small"), cases.state_of(wide)["small"]["master"])
-    helpers.assert_bitwise(masters, {name: exact[name] for name in masters})
-    assert len(masters) == 6 and not torch.equal(exact["mlp"].bfloat16().float(), exact["mlp"])
+    exact = {}
+    for group in wide.parameter_groups:
+        exact.update({name: param.data for name, param in group.params.items()})
+    helpers.assert_bitwise(masters, exact)
+    assert len(masters) == 7 and not torch.equal(exact["mlp"].bfloat16().float(), exact["mlp"])
 
 
 def test_moments_are_of_sums_over_the_tokens_of_a_cycle():
@@ -255,7 +271,7 @@ def test_the_last_weights_go_half_of_the_way_to_their_running_mean():
             cases.take_step(optimizer, step, grads)
         now = {name: param.double() for name, param in cases.params_of(plain).items()}
         for name, weight in now.items():
-            every = 1 if name in cases.MATRICES else 2
+            every = 1 if train_gpt.bank_name(name) in cases.MATRICES else 2
             if step >= 3 and (step + 1) % every == 0:
                 kept = (2 / 3) ** every if name in means else 0.0  # 1 - 2 / (5 + 1) a step
                 means[name] = kept * means.get(name, 0.0) + (1 - kept) * weight
@@ -264,6 +280,27 @@ def test_the_last_weights_go_half_of_the_way_to_their_running_mean():
         torch.testing.assert_close(param.double(), expected, rtol=1e-5, atol=1e-6)
         has_moved = not torch.allclose(param.double(), now[name], rtol=1e-5, atol=1e-6)
         assert has_moved == (param.numel() > 0)
+
+
+# ----- the chapter of SOAP
+
+
+def test_without_its_chapter_the_rest_trains(tmp_path):
+    """Two steps of Muon, bitwise those of the whole script."""
+    source = helpers.TRAINER.read_text()
+    (chapter,) = re.findall(r"^# 7\. SOAP =.*?(?=^# 8\. )", source, re.M | re.S)
+    (tmp_path / "cut.py").write_text(source.replace(chapter, ""))
+    spec = importlib.util.spec_from_file_location("cut", tmp_path / "cut.py")
+    cut = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cut)
+    assert list(cut.UPDATE_RULES) == ["adam", "muon"]
+    ends = []
+    for module in (train_gpt, cut):
+        trainer = module.Trainer(helpers.tiny_config(), module.Runtime("cpu"))
+        for step in range(2):
+            trainer.step(step, cases.batch_of(trainer, helpers.byte_documents(300)))
+        ends.append([group.tensors() for group in trainer.optimizer.groups])
+    helpers.assert_bitwise(*ends)
 
 
 # ----- who owns what

@@ -16,7 +16,7 @@ import train_gpt
 from helpers import assert_bitwise
 
 METHODS = ("eigh", "cholesky")
-SOAP_RULES = [name for name, rule in train_gpt.UPDATE_RULES.items() if rule.has_bases]
+SOAP_RULES = [name for name, rule in train_gpt.UPDATE_RULES.items() if rule.follow]
 EACH_METHOD = pytest.mark.parametrize("method", METHODS)
 EACH_RULE = pytest.mark.parametrize("kind", SOAP_RULES)
 BOTH = ("row", "column")
