@@ -279,6 +279,8 @@ class Config:
     ngram_rows: int = knob(2**22, "rows of the table, for all columns", 1, 2**31 - 1)
     copy_orders: Orders = knob((2, 3, 5, 8), "orders of copies from the document", 2, 32)
     copy_reach: int = knob(2048, "tokens that copies look back", *SIZE)
+    # 0.06 nats on English, two seeds, 0.014 on verse; on a GPU not measured
+    pointer_window: int = knob(128, "tokens that the pointer looks back; 0: none", 0, 65536, 16)
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
     matrix_lr: float = knob(0.023, "RMS of a matrix's step times sqrt(columns)", *POSITIVE)
@@ -607,6 +609,7 @@ def convolved(x, kernel, position):
 
 GATE_MLP_DIM = 64  # hidden width
 GATE_MLP_SCALE = 0.1  # of its outputs
+POINTER_DIM = 32  # of the pointer's queries and keys
 
 
 def gate(x, weight):
@@ -618,42 +621,49 @@ def gate(x, weight):
 # 3. Attention =====================================================================================
 
 
-class BlockedAttention:
-    """Back end `sdpa`: softmax attention on any device, in time linear in T.
+# A block of queries attends to the keys of its own block and of the blocks before it that the
+# window reaches. So time is linear in T.
 
-    A block of queries attends to the keys of its own and of the preceding blocks that the window
-    reaches. In layers with paired heads a token has two positions.
-    """
+
+def visible_keys(first, window):
+    """Which keys each query sees: (blocks, block, window + block), whether query i sees key j,
+    max(first[i], i - window + 1) <= j <= i. The keys of a block start `window` positions before its
+    queries. first: (n,) int32."""
+    block = math.gcd(window, ATTENTION_BLOCK)
+    query = torch.arange(len(first), dtype=torch.int32, device=first.device).view(-1, block, 1)
+    reach = torch.arange(window + block, dtype=torch.int32, device=first.device)
+    key = query[:, :1] - window + reach
+    first = torch.maximum(first.view(-1, block, 1), query - window + 1)
+    return (key >= first) & (key <= query)
+
+
+def reached(x, window):
+    """What each block of queries reaches of x (n, ...): (blocks, window + block, ...), zeros before
+    the first. The gradient of these slices is a copy; that of unfold is slow on a CPU."""
+    block = math.gcd(window, ATTENTION_BLOCK)
+    before = x.new_zeros(window, *x.shape[1:])
+    blocks = torch.cat([before, x]).unflatten(0, (-1, block))
+    count = len(x) // block
+    slices = [blocks[low : low + count] for low in range(window // block + 1)]
+    return torch.cat(slices, dim=1)
+
+
+class BlockedAttention:
+    """Back end `sdpa`: softmax attention on any device. In layers with paired heads a token has two
+    positions."""
 
     def mask(self, micro_batch, window, positions, phase, dtype):
-        """What is added to scores, (blocks, 1, block, window + block): 0 where query i sees key j,
-        max(its segment's start, i - window + 1) <= j <= i, else -inf. A block's keys start `window`
-        positions before its queries."""
+        """What is added to scores, (blocks, 1, block, window + block): 0 or -inf."""
         start = (positions * micro_batch.segment_start).repeat_interleave(positions)
-        block = math.gcd(window, ATTENTION_BLOCK)
-        device = start.device
-        query = torch.arange(len(start), dtype=torch.int32, device=device).view(-1, block, 1)
-        reach = torch.arange(window + block, dtype=torch.int32, device=device)
-        key = query[:, :1] - window + reach
-        first = torch.maximum(start.view(-1, block, 1), query - window + 1)
-        is_visible = (key >= first) & (key <= query)
-        return torch.where(is_visible, 0.0, -math.inf).to(dtype)[:, None]
+        return torch.where(visible_keys(start, window), 0.0, -math.inf).to(dtype)[:, None]
 
     def attend(self, q, k, v, mask, scale):
         """Attention of q, k, v (n, heads, head_dim), n a multiple of the block: the same shape."""
-        length, heads, dim = q.shape
-        block, size = mask.shape[2:]
-
-        def reached(x):
-            """(blocks, heads, size, dim): what each block reaches, zeros before the first. The
-            gradient of these slices is a copy; that of unfold is slow on a CPU."""
-            blocks = F.pad(x, (0, 0, 0, 0, size - block, 0)).unflatten(0, (-1, block))
-            slices = [blocks[low : low + length // block] for low in range(size // block)]
-            return torch.cat(slices, dim=1).transpose(1, 2)
-
-        q = q.view(-1, block, heads, dim).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, reached(k), reached(v), attn_mask=mask, scale=scale)
-        return y.transpose(1, 2).reshape(length, heads, dim)
+        window = mask.size(3) - mask.size(2)
+        queries = q.unflatten(0, (len(mask), -1)).transpose(1, 2)
+        keys, values = (reached(x, window).transpose(1, 2) for x in (k, v))
+        y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        return y.transpose(1, 2).reshape(q.shape)
 
 
 class VarlenAttention:
@@ -708,24 +718,25 @@ class CappedCrossEntropy(torch.autograd.Function):
     """Cross-entropy of soft-capped logits, and its gradients, in one pass over the logits.
 
     With the capped logits' distances d <= 0 from the cap, see below_cap(),
-        loss at target t  =  ln sum_v exp(d_v) - d_t
+        p(target t)  =  share exp(d_t) / sum_v exp(d_v) + pointed
     So no maximum is needed, and gradients times the sum can be written before the sum is known:
     dividing rows by it commutes with the products that follow. The targets' columns are corrected
-    afterwards.
+    afterwards. Logits learn from a loss by the part of p that is the softmax's.
 
     hidden (T, dim); head (V, dim); targets (T, K) int64: K tokens that a position predicts, and
-    weights (T, K) of their losses; multiplicity (V,) or None: how many rows of the vocabulary each
-    row of head stands for, 1 for targets; cap: Config.logit_cap. Returns (the weighted sum of
-    losses; losses (T,) of the first targets, detached).
+    weights (T, K) of their losses; share, pointed (T, K): of the softmax, and what the pointer adds
+    to the target's probability; multiplicity (V,) or None: how many rows of the vocabulary each row
+    of head stands for, 1 for targets; cap: Config.logit_cap. Returns (the weighted sum of losses;
+    losses (T,) of the first targets, detached).
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, weights, multiplicity, cap):
+    def forward(ctx, hidden, head, share, pointed, targets, weights, multiplicity, cap):
         top = cap[0]
         needs_grad = ctx.needs_input_grad[0]
         # Where a position has one target twice, both places get the sum of their weights.
         is_same = targets[:, :, None] == targets[:, None]
-        losses = []
+        probabilities = []
         hidden_grads = []
         head_grad = torch.zeros_like(head) if needs_grad else None
         length = LOSS_CHUNK[hidden.device.type]
@@ -741,9 +752,11 @@ class CappedCrossEntropy(torch.autograd.Function):
             sum_exp = exp_logits.sum(1, keepdim=True)
             # From the product, which is stored anyway; compiled code never stores the distances.
             target_below = below_cap(product.gather(1, target), cap)
-            losses.append(sum_exp.log() - target_below)
+            probability = torch.exp(target_below) / sum_exp
+            probabilities.append(probability)
             if needs_grad:
-                weight = weights[chunk]
+                of_softmax = share[chunk] * probability
+                weight = weights[chunk] * of_softmax / (of_softmax + pointed[chunk])
                 target_weight = (is_same[chunk] * weight[:, None]).sum(-1)
                 scale = weight.sum(1, keepdim=True) / sum_exp
                 wanted = target_weight / scale.clamp_min(1e-30)
@@ -753,9 +766,13 @@ class CappedCrossEntropy(torch.autograd.Function):
                 scale = scale / -CAP_WIDTH  # which cap_slope leaves out
                 hidden_grads.append(((grad @ head) * scale).to(x.dtype))
                 head_grad = torch.addmm(head_grad, grad.T, (x * scale).to(x.dtype))
-        losses = torch.cat(losses)
+        probability = torch.cat(probabilities)
+        mixed = share * probability + pointed
+        losses = -mixed.log()
         if needs_grad:
-            ctx.save_for_backward(torch.cat(hidden_grads), head_grad)
+            mixed_grad = -weights / mixed
+            grads = mixed_grad * probability, mixed_grad
+            ctx.save_for_backward(torch.cat(hidden_grads), head_grad, *grads)
         first = losses[:, 0].clone()
         ctx.mark_non_differentiable(first)
         return (losses * weights).sum(), first
@@ -800,11 +817,14 @@ def sampled_rows(targets, vocab, size):
     return rows, positions, multiplicity
 
 
-def summed_loss(hidden, targets, segment_start, head, softmax_rows, loss_weights, cap):
+def summed_loss(
+    hidden, share, pointed, targets, segment_start, head, softmax_rows, loss_weights, cap
+):
     """(training loss, weighted and summed over tokens; losses (T,) of the next token).
 
-    targets, segment_start: (T,), of a MicroBatch. softmax_rows: see Phase. loss_weights: float32,
-    of the next token, the second-next, and so on.
+    share, pointed: (T,), see CappedCrossEntropy, of the next token; later ones are the softmax's
+    alone. targets, segment_start: (T,), of a MicroBatch. softmax_rows: see Phase. loss_weights:
+    float32, of the next token, the second-next, and so on.
     """
     multiplicity = None
     if softmax_rows:
@@ -820,7 +840,9 @@ def summed_loss(hidden, targets, segment_start, head, softmax_rows, loss_weights
         weights.append(F.pad(is_same_segment * weight, (0, ahead)))
     predicted = torch.stack(predicted, 1)
     weights = torch.stack(weights, 1)
-    return CappedCrossEntropy.apply(hidden, head, predicted, weights, multiplicity, cap)
+    later = 0, len(loss_weights) - 1
+    mixture = F.pad(share[:, None], later, value=1.0), F.pad(pointed[:, None], later)
+    return CappedCrossEntropy.apply(hidden, head, *mixture, predicted, weights, multiplicity, cap)
 
 
 # 5. Model =========================================================================================
@@ -1045,6 +1067,51 @@ class Mixer(nn.Module):
         return weighted_sum(self.behind(x), states)
 
 
+class States(NamedTuple):
+    """All that predictions are made of. The probability of token v after a position is
+    share softmax(logits)_v + the sum of weights where tokens are v
+    """
+
+    hidden: Tensor  # (T, model_dim), normalised
+    share: Tensor  # (T,) float32
+    weights: Tensor  # (T, n) float32
+    tokens: Tensor  # (T, n) int32
+
+
+class Pointer(nn.Module):
+    """Attention of final states on those before them in the segment, which gives probability to the
+    tokens that followed these (pointer sentinel mixture, Merity et al. 2016; modded-nanogpt #379).
+
+    A learned sink takes attention that finds nothing; the softmax gets its share.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.window = config.pointer_window
+        dim = config.model_dim
+        query_key = torch.zeros(2, POINTER_DIM, dim, dtype=config.torch_dtype)
+        self.query_key = ruled(query_key, std=dim**-0.5, lr_mul=0.25)
+        self.log_scale = ruled(torch.full((1,), math.log(10.0)))
+        self.sink = ruled(torch.zeros(1), lr_mul=5.0)
+        self.gate = ruled(torch.zeros(1, dim, dtype=config.torch_dtype), lr_mul=0.5)
+        self.bias = ruled(torch.full((1,), -3.0), lr_mul=5.0)
+
+    def forward(self, hidden, micro_batch):
+        """The States of final hidden states (T, model_dim)."""
+        query, key = (F.normalize(F.linear(hidden, matrix).float()) for matrix in self.query_key)
+        # The key of a token is of the state before it, which the token has followed.
+        keys = reached(F.pad(key, (0, 0, 1, -1)), self.window)
+        scores = self.log_scale.exp() * query.view(len(keys), -1, POINTER_DIM) @ keys.mT
+        is_visible = visible_keys(micro_batch.segment_start + 1, self.window)
+        scores = scores.masked_fill(~is_visible, -math.inf)
+        sink = self.sink.expand(*scores.shape[:2], 1)
+        attention = torch.cat([sink, scores], dim=-1).softmax(-1).flatten(0, 1)
+        gate = torch.sigmoid(F.linear(hidden, self.gate).float() + self.bias)
+        tokens = reached(micro_batch.inputs, self.window)[:, None].expand_as(is_visible)
+        share = 1 - gate[:, 0] * (1 - attention[:, 0])
+        return States(hidden, share, gate * attention[:, 1:], tokens.flatten(0, 1))
+
+
 def weighted_sum(weights, states):
     """The sum of states [(T, model_dim)] with the weights (T, states) of each token."""
     columns = weights.split(1, dim=1)
@@ -1069,6 +1136,7 @@ class GPT(nn.Module):
         self.ngram_gate = gates(config, 1)  # before the head
         self.copy_scale = ruled(torch.zeros(len(config.copy_orders)), lr_mul=20.0)
         self.copy_gate = gates(config, len(config.copy_orders), lr_mul=0.1)
+        self.pointer = Pointer(config) if config.pointer_window else None
         draw_parameters(self, config.seed)
         if untie_step(config):  # they are equal until then
             self.embed.data.copy_(self.head.data)
@@ -1151,19 +1219,34 @@ class GPT(nn.Module):
             x = x + self.mixer.leave(x, states)
         return norm(x + self.copied(x, micro_batch))
 
-    def logits(self, hidden):
-        """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
+    def states(self, hidden, micro_batch):
+        """The States of final hidden states (T, model_dim)."""
+        if self.pointer:
+            return self.pointer(hidden, micro_batch)
+        none = micro_batch.inputs.new_empty(len(hidden), 0)
+        return States(hidden, torch.ones_like(hidden[:, 0]).float(), none.float(), none)
+
+    def log_probabilities(self, states):
+        """Log-probabilities (n, vocab_size), float32, of the next token at n States."""
         cap = self.config.logit_cap
-        return cap[0] + below_cap(F.linear(hidden, self.head), cap)
+        softmax = below_cap(F.linear(states.hidden, self.head), cap).softmax(-1)
+        probabilities = states.share[:, None] * softmax
+        # One column after the other: so weights of equal tokens are added in a fixed order.
+        for weight, token in zip(states.weights.T, states.tokens.T, strict=True):
+            probabilities.scatter_add_(1, token[:, None].long(), weight[:, None])
+        return probabilities.log()
 
     def forward(self, micro_batch, ngram, phase, loss_weights, rotary):
-        """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""
+        """(training loss, summed over tokens; losses (T,) of the next token; States)."""
         hidden = self.hidden(micro_batch, ngram, phase, rotary)
+        states = self.states(hidden, micro_batch)
+        is_target = states.tokens == micro_batch.targets[:, None]
+        pointed = (states.weights * is_target).sum(1)
         rows = phase.softmax_rows
         cap = self.config.logit_cap
         # A sampled softmax is of one micro-batch, however many the pass has.
         length = self.config.micro_batch_tokens if rows else len(hidden)
-        tensors = hidden, micro_batch.targets, micro_batch.segment_start
+        tensors = hidden, states.share, pointed, micro_batch.targets, micro_batch.segment_start
         chunks = [tensor.split(length) for tensor in tensors]
         total = 0.0
         losses = []
@@ -1171,7 +1254,7 @@ class GPT(nn.Module):
             loss, next_losses = summed_loss(*chunk, self.head, rows, loss_weights, cap)
             total = total + loss
             losses.append(next_losses)
-        return total, torch.cat(losses), hidden.detach()
+        return total, torch.cat(losses), States(*(tensor.detach() for tensor in states))
 
 
 # 6. Update rules ==================================================================================
@@ -2591,9 +2674,9 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, step, tokens, low, length=None):
-        """(losses (length,), hidden states (length, model_dim)) of `length` tokens from `low` on,
-        val_batch_tokens unless told otherwise, by the model before a step. All ranks must call it
-        together. records/gates.py calls it, too."""
+        """(losses (length,), States) of `length` tokens from `low` on, val_batch_tokens unless told
+        otherwise, by the model before a step. All ranks must call it together. records/gates.py
+        calls it, too."""
         length = length or self.config.val_batch_tokens
         passage = contiguous_passage(tokens, self.config.eot_token, low, length)
         plan = plan_rows([passage], self.config, self.runtime, name="validation")
@@ -2601,8 +2684,8 @@ class Trainer:
         ngram = self.table.summed(plan.slots, plan.signs, values)
         micro_batch = make_pass([passage], self.config, self.runtime.device)
         phase = evaluation_phase(self.config, step, length)
-        _, losses, hidden = self.forward_pass(step, phase, (1.0,), micro_batch, ngram)
-        return losses, hidden
+        _, losses, states = self.forward_pass(step, phase, (1.0,), micro_batch, ngram)
+        return losses, states
 
     def evaluate(self, step, val):
         """Mean loss over the validation tokens, in nats per token; ranks share the passes."""
