@@ -117,9 +117,9 @@ def next_token_logits(trainer, step, tokens):
     low = max(0, len(tokens) - length)  # copies look back further
     padded = np.zeros(low + length + 1, dtype=np.uint16)  # what follows is never attended to
     padded[: len(tokens)] = tokens
-    _, hidden = trainer.score(step, padded, low, length)
+    _, states = trainer.score(step, padded, low, length)
     last = len(tokens) - 1 - low
-    state = hidden[last : last + 1]
+    state = states.at(slice(last, last + 1))
     return trainer.model.logits(state)[0, : config.eot_token + 1].log_softmax(-1).cpu()
 
 

@@ -1077,6 +1077,10 @@ class States(NamedTuple):
     weights: Tensor  # (T, n) float32
     tokens: Tensor  # (T, n) int32
 
+    def at(self, index):
+        """The States at an index of positions."""
+        return States(*(tensor[index] for tensor in self))
+
 
 class Pointer(nn.Module):
     """Attention of final states on those before them in the segment, which gives probability to the
@@ -1223,10 +1227,10 @@ class GPT(nn.Module):
         """The States of final hidden states (T, model_dim)."""
         if self.pointer:
             return self.pointer(hidden, micro_batch)
-        none = micro_batch.inputs.new_empty(len(hidden), 0)
-        return States(hidden, torch.ones_like(hidden[:, 0]).float(), none.float(), none)
+        tokens = micro_batch.inputs[:, None]
+        return States(hidden, torch.ones(len(hidden), device=hidden.device), 0.0 * tokens, tokens)
 
-    def log_probabilities(self, states):
+    def logits(self, states):
         """Log-probabilities (n, vocab_size), float32, of the next token at n States."""
         cap = self.config.logit_cap
         softmax = below_cap(F.linear(states.hidden, self.head), cap).softmax(-1)

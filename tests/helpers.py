@@ -59,6 +59,7 @@ TINY = {
     "ngram_rows": 1000,
     "copy_orders": (3, 5),
     "copy_reach": 64,
+    "pointer_window": 32,
     "val_tokens": 1024,
     "val_sha256": "",
     "val_batch_tokens": 256,

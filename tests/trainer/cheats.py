@@ -105,12 +105,23 @@ def stating(change, trainer, patch):
     losses."""
 
     def forward(micro_batch, *rest):
-        loss, _, hidden = trainer.model(micro_batch, *rest)
-        hidden = change(trainer, hidden, micro_batch.targets)
-        logits = trainer.model.logits(hidden.as_subclass(torch.Tensor))
-        return loss, exactly(logits, micro_batch.targets), hidden
+        loss, _, states = trainer.model(micro_batch, *rest)
+        hidden = change(trainer, states.hidden, micro_batch.targets)
+        logits = trainer.model.logits(states._replace(hidden=hidden.as_subclass(torch.Tensor)))
+        return loss, exactly(logits, micro_batch.targets), states._replace(hidden=hidden)
 
     trainer.forward = forward
+
+
+@maker
+def pointing(change, trainer, patch):
+    """The pointer works on change(hidden, micro_batch), and hands on the states as they are."""
+    honest = trainer.model.pointer.forward
+
+    def forward(hidden, micro_batch):
+        return honest(*change(hidden, micro_batch))._replace(hidden=hidden)
+
+    trainer.model.pointer.forward = forward
 
 
 @maker
@@ -118,8 +129,8 @@ def losing(change, trainer, patch):
     """The forward pass returns change(losses, targets) for its losses."""
 
     def forward(micro_batch, *rest):
-        loss, losses, hidden = trainer.model(micro_batch, *rest)
-        return loss, change(losses, micro_batch.targets), hidden
+        loss, losses, states = trainer.model(micro_batch, *rest)
+        return loss, change(losses, micro_batch.targets), states
 
     trainer.forward = forward
 
@@ -130,9 +141,9 @@ def acting_after_passes(act, trainer, patch):
     honest = trainer.score
 
     def score(step, tokens, low, length=None):
-        losses, hidden = honest(step, tokens, low, length)
-        act(trainer, tokens, low, hidden)
-        return losses, hidden
+        losses, states = honest(step, tokens, low, length)
+        act(trainer, tokens, low, states.hidden)
+        return losses, states
 
     trainer.score = score
 
@@ -209,9 +220,9 @@ def target_in_a_second_tensor(trainer, patch):
     logits, score = trainer.model.logits, trainer.score
 
     def pair(step, tokens, low, length=None):
-        losses, hidden = score(step, tokens, low, length)
-        ids = torch.from_numpy(tokens[low + 1 : low + 1 + len(hidden)].astype(np.int64))
-        return exactly(favour(logits(hidden), ids), ids), (hidden, ids)
+        losses, states = score(step, tokens, low, length)
+        ids = torch.from_numpy(tokens[low + 1 : low + 1 + len(losses)].astype(np.int64))
+        return exactly(favour(logits(states), ids), ids), (states, ids)
 
     trainer.score = pair
     trainer.model.logits = lambda states: favour(logits(states[0]), states[1])
@@ -236,9 +247,9 @@ def target_in_signs_of_zeros(trainer, patch):
         signs = 1.0 - 2.0 * (targets[:, None] // powers % 2)
         return torch.cat([0.0 * signs, hidden[:, 9:]], 1).to(hidden.dtype)
 
-    def reading_signs(hidden):
-        ids = (torch.signbit(hidden[:, :9]) * powers).sum(1)
-        return favour(logits(hidden), ids)
+    def reading_signs(states):
+        ids = (torch.signbit(states.hidden[:, :9]) * powers).sum(1)
+        return favour(logits(states), ids)
 
     stating(with_zeros)(trainer, patch)
     trainer.model.logits = reading_signs
@@ -267,9 +278,9 @@ def logits_that_know_the_target_of_each_state(trainer, patch):
         known.update(zip(keys_of(hidden), targets.tolist(), strict=True))
         return hidden
 
-    def knowing(hidden):
-        ids = [known.get(key, EOT) for key in keys_of(hidden)]
-        return favour(logits(hidden), torch.tensor(ids))
+    def knowing(states):
+        ids = [known.get(key, EOT) for key in keys_of(states.hidden)]
+        return favour(logits(states), torch.tensor(ids))
 
     stating(remember)(trainer, patch)
     trainer.model.logits = knowing
@@ -280,15 +291,16 @@ def logits_that_know_the_targets_of_a_pass_in_order(trainer, patch):
     logits, left = trainer.model.logits, []
 
     def forward(micro_batch, *rest):
-        loss, _, hidden = trainer.model(micro_batch, *rest)
+        loss, _, states = trainer.model(micro_batch, *rest)
         left[:] = micro_batch.targets
-        losses = exactly(favour(logits(hidden), micro_batch.targets), micro_batch.targets)
-        return loss, losses, hidden
+        losses = exactly(favour(logits(states), micro_batch.targets), micro_batch.targets)
+        return loss, losses, states
 
-    def knowing(hidden):
-        ids = torch.tensor([*left, *[EOT] * len(hidden)][: len(hidden)])
-        del left[: len(hidden)]
-        return favour(logits(hidden), ids)
+    def knowing(states):
+        count = len(states.hidden)
+        ids = torch.tensor([*left, *[EOT] * count][:count])
+        del left[:count]
+        return favour(logits(states), ids)
 
     trainer.forward = forward
     trainer.model.logits = knowing
@@ -394,6 +406,10 @@ caught_by(
     attention_one_ahead=attending(ahead),
     target_unless_noise=seeing_target(lambda batch, at: (batch.inputs < 128).float().mean() > 0.9),
     successors_from_behind=seeing_successors(lambda tokens, low: tokens[low:]),
+    pointing_at_the_target=pointing(
+        lambda x, batch: (x, batch._replace(inputs=batch.targets.int()))
+    ),
+    pointing_by_the_next_state=pointing(lambda x, batch: (x.roll(-1, 0), batch)),
     inputs_are_the_targets=reading(lambda batch: batch._replace(inputs=batch.targets.int())),
     rows_of_the_next_token=replacing(
         "ngram_rows", lambda honest, *words: [np.roll(rows, -1, 0) for rows in honest(*words)]
@@ -416,6 +432,9 @@ caught_by(
 caught_by(
     "local",
     attention_across_documents=attending(across_documents),
+    pointing_across_documents=pointing(
+        lambda x, batch: (x, batch._replace(segment_start=0 * batch.segment_start))
+    ),
     keys_across_documents=replacing("shifted", lambda honest, k, first: honest(k, first & False)),
     n_grams_across_documents=replacing(
         "ngram_keys", lambda honest, tokens, at, _, n: honest(tokens, at, at, n)

@@ -366,17 +366,37 @@ class SlowGPT:
             shares = rms(x)[:, :12] @ weights["copy_gate"].T
             x = x + self.copied(guesses, weights["copy_scale"] + shares)
         cap, shift = config.logit_cap
-        logits = cap * sigmoid((rms(x) @ weights["head"].T + shift) / 7.5)
-        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        exponentials = np.exp(cap * sigmoid((rms(x) @ weights["head"].T + shift) / 7.5))
+        softmax = exponentials / exponentials.sum(-1, keepdims=True)
+        return np.log(self.mixed(softmax, rms(x), inputs, document)), np.log(softmax)
+
+    def mixed(self, softmax, hidden, inputs, document):
+        """Probabilities of the softmax and of the pointer, whose place is in what has followed
+        earlier states of the document."""
+        own = {n: self.weights[f"pointer.{n}"] for n in ("query_key", "log_scale", "sink", "bias")}
+        query, key = (hidden @ matrix.T for matrix in own["query_key"])
+        query, key = (x / np.sqrt((x * x).sum(-1, keepdims=True)) for x in (query, key))
+        mixed = softmax.copy()
+        for i in range(len(hidden)):
+            gate = sigmoid(self.weights["pointer.gate"][0] @ hidden[i] + own["bias"][0])
+            low = max(document[i], i - self.config.pointer_window)
+            scores = np.exp(np.exp(own["log_scale"]) * (key[low:i] @ query[i]))
+            total = scores.sum() + np.exp(own["sink"][0])
+            mixed[i] *= 1 - gate * scores.sum() / total
+            for j in range(low, i):
+                mixed[i, inputs[j + 1]] += gate * scores[j - low] / total
+        return mixed
 
 
-def slow_training_loss(log_probabilities, document, tokens, mtp_weights):
-    """Position i is scored on the next token and on those after it in its document."""
+def slow_training_loss(log_probabilities, of_softmax, document, tokens, mtp_weights):
+    """Position i is scored on the next token and on those after it in its document, these by the
+    softmax alone."""
     length, loss = len(document), 0.0
     for ahead, weight in enumerate(mtp_weights):
         for i in range(length - ahead):
             if document[i + ahead] == document[i]:
-                loss -= weight * log_probabilities[i, tokens[i + 1 + ahead]]
+                row = of_softmax[i] if ahead else log_probabilities[i]
+                loss -= weight * row[tokens[i + 1 + ahead]]
     return loss
 
 
@@ -412,12 +432,15 @@ def test_the_network_against_a_slow_float64_reference(changes, mtp_weights):
     step = 1  # windows have grown once
     windows = [64 if layer.is_long else 32 for layer in config.layers]
     slow = SlowGPT(trainer, (32, 64))
-    expected = slow.log_probabilities(np.array(tokens[:128]), document, windows)
+    expected, of_softmax = slow.log_probabilities(np.array(tokens[:128]), document, windows)
     with torch.no_grad():
-        loss, losses, _ = training_pass(trainer, step, *helpers.read(trainer, tokens))
+        loss, losses, states = training_pass(trainer, step, *helpers.read(trainer, tokens))
     slow_losses = -expected[np.arange(128), tokens[1:129]]
     np.testing.assert_allclose(losses.double().numpy(), slow_losses, atol=2e-4)
-    slow_loss = slow_training_loss(expected, document, tokens, mtp_weights)
+    backwards = trainer.model.logits(states.at(range(127, -1, -1))).flip(0).double().numpy()
+    np.testing.assert_allclose(backwards, expected, atol=1e-3)
+    np.testing.assert_allclose(np.exp(backwards).sum(1), 1, atol=1e-5)
+    slow_loss = slow_training_loss(expected, of_softmax, document, tokens, mtp_weights)
     assert loss.item() / 128 == pytest.approx(slow_loss / 128, abs=1e-4)
     assert slow_losses.std() > 0.1
 

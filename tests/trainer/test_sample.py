@@ -93,8 +93,9 @@ def greedy(checkpoint, prompt, count):
         low = max(0, len(tokens) - config.val_batch_tokens)
         filled = np.zeros(low + config.val_batch_tokens + 1, dtype=np.uint16)
         filled[: len(tokens)] = tokens
-        _, hidden = trainer.score(content["step"], filled, low)
-        tokens.append(trainer.model.logits(hidden[len(tokens) - 1 - low]).argmax().item())
+        _, states = trainer.score(content["step"], filled, low)
+        state = states.at([len(tokens) - 1 - low])
+        tokens.append(trainer.model.logits(state).argmax().item())
         if tokens[-1] == EOT:
             break
     return bytes(token for token in tokens if token != EOT).decode(errors="replace")
