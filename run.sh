@@ -71,7 +71,7 @@ install_for_training() { # the sizes are those of torch 2.13.0
         local torch
         torch=$(grep '^torch==' requirements.txt)
         "$python" -m pip install --no-deps --retries 1 --index-url "$cpu_index" "$torch" >&2 ||
-            say "so torch comes from PyPI, with CUDA: downloads $size"
+            say "pip got no torch there, so it comes from PyPI with CUDA: downloads $size"
     fi
     install requirements.txt
 }
