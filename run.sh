@@ -29,7 +29,7 @@ is_installed() { [ -x "$python" ] && cmp -s "$1" ".venv/installed-$1"; }
 
 make_venv() { # unless it is there; its Python has to run, and to be new enough
     local base=${PYTHON:-python3}
-    local remedy="set PYTHON=/path/to/one"
+    local remedy="set PYTHON=/path/to/python, 3.11 or newer"
     if [[ -e .venv || -L .venv ]]; then
         base=$python
         remedy="move .venv away"
