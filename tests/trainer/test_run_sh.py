@@ -224,7 +224,8 @@ def launched(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "call", lambda words, **_: builders.append(words[1:]))
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
-    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(os, "environ", {**os.environ, "START_METHOD": ""})
+    monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(launch, "limits", lambda *names: ())
 
     def call(*words, gpus=0):
@@ -330,6 +331,7 @@ sys.exit(launch.main(sys.argv[1:]))"""
 KILLED = "was ended by SIGKILL: killed, perhaps by the system for memory"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
 @pytest.mark.parametrize(
     "ranks, number, code, last",
     [
