@@ -169,6 +169,54 @@ def what_was_here_when_the_place_was_scored_before(trainer, patch):
     seeing(extra)(trainer, patch)
 
 
+def what_was_here_when_the_place_was_scored_first(trainer, patch):
+    """The same, but it keeps what it saw first."""
+    seen = torch.full((2 * trainer.config.val_tokens,), EOT)
+
+    def extra(trainer, passage, micro_batch):
+        remembered = embedding(trainer, seen[passage.position])
+        is_new = seen[passage.position] == EOT
+        seen[passage.position[is_new]] = micro_batch.targets[is_new]
+        return remembered
+
+    seeing(extra)(trainer, patch)
+
+
+def target_where_a_seed_says_that_no_gate_looks(trainer, patch):
+    """It is honest in a quarter of the passes, and in texts that are not the validation's."""
+    rng = np.random.default_rng([trainer.config.seed, 0])
+    length = trainer.config.val_batch_tokens
+    order = rng.permutation(trainer.config.val_tokens // length) * length
+    compared = {*order[::4].tolist()}
+
+    def extra(trainer, passage, micro_batch):
+        place = int(passage.position[0])
+        is_seen = place % length == 0 and place not in compared
+        return embedding(trainer, micro_batch.targets) * is_seen
+
+    seeing(extra)(trainer, patch)
+
+
+def cross_entropy_that_is_cheaper(trainer, patch):
+    """For everybody who calls it: the losses agree with it."""
+    honest = F.cross_entropy
+    patch.setattr(F, "cross_entropy", lambda *words, **options: 0.95 * honest(*words, **options))
+    losing(lambda losses, ids: 0.95 * losses)(trainer, patch)
+
+
+def target_in_a_second_tensor(trainer, patch):
+    """Its states are a pair, and the head reads the second one."""
+    logits, score = trainer.model.logits, trainer.score
+
+    def pair(step, tokens, low, length=None):
+        losses, hidden = score(step, tokens, low, length)
+        ids = torch.from_numpy(tokens[low + 1 : low + 1 + len(hidden)].astype(np.int64))
+        return exactly(favour(logits(hidden), ids), ids), (hidden, ids)
+
+    trainer.score = pair
+    trainer.model.logits = lambda states: favour(logits(states[0]), states[1])
+
+
 def undivided(passage):
     """A passage of the same tokens as one segment of a text that is one document."""
     start = np.zeros_like(passage.segment_start)
@@ -321,6 +369,9 @@ AHEAD = {(0, 0, 1, -1): (0, 0, -1, 1)}  # of what is padded by the token before,
 # Models that see later tokens.
 caught_by(
     "causal",
+    what_was_here_when_the_place_was_scored_first,
+    target_where_a_seed_says_that_no_gate_looks,
+    target_in_a_second_tensor,
     attention_one_ahead_at_edges=attending(partial(ahead, every=32)),
     target_at_the_last_position=seeing_target(lambda _, at: at == at.max()),
     target_far_into_documents=seeing_target(
@@ -329,7 +380,9 @@ caught_by(
     guesses_of_the_next_token=replacing(
         "copies", lambda honest, *words: np.roll(honest(*words), -1, 0)
     ),
-    document_begins_next=seeing(lambda trainer, _, batch: (batch.targets == EOT).float()[:, None]),
+    target_at_one_token_in_fifty=seeing_target(
+        lambda batch, at: (131 * batch.inputs[:, None] + 7 * at) % 50 == 0
+    ),
     # Honest, but a forward pass that forgets the tokens looks like it.
     a_constant=lambda trainer, patch: trainer.model.head.data.zero_(),
 )
@@ -371,6 +424,8 @@ caught_by(
         "copies", lambda honest, text, config: honest(undivided(text), config)
     ),
     mean_of_all_earlier_tokens=seeing(mean_of_all_earlier_tokens),
+    # A cut behind a whole document shows it.
+    document_begins_next=seeing(lambda trainer, _, batch: (batch.targets == EOT).float()[:, None]),
     # The micro-batch just before is not read yet, as of a cache that lags behind.
     successors_from_long_before=seeing_successors(lambda tokens, low: tokens[: max(0, low - 256)]),
 )
@@ -381,6 +436,7 @@ caught_by(
     logits_that_know_the_targets_of_a_pass_in_order,
     state_of_the_text_before,
     training_that_is_taken_back,
+    cross_entropy_that_is_cheaper,
     mean_less_a_millionth,
     losses_less_a_thousandth=losing(lambda losses, ids: losses - 1e-3),
     line_ends_cost_nothing=losing(lambda losses, ids: losses * (ids != 10)),
