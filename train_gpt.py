@@ -2780,6 +2780,7 @@ def train(run):
     trainer = run.trainer
     clock = run.clock
     warm_up(trainer, run.first_step, run.tell)
+    run.log_untrained()
     loader = TrainLoader(config, run.corpus.shards, run.runtime, run.first_step)
     clock.switch()
     with contextlib.closing(loader):
@@ -2915,6 +2916,7 @@ class Corpus(NamedTuple):
     manifest: dict  # see read_manifest
     shards: list  # the training Shards
     val: Any  # (val_tokens + 1,) uint16: the first tokens of the validation split
+    control: Any  # uint16: up to an eighth as many from its last one on, which judge no run
     passes: int  # over the shards that training takes
 
     def require_same(self, sha256, message):
@@ -2931,8 +2933,9 @@ def open_corpus(config):
     require(manifest["eot_token"] == config.eot_token, folder, message, "leave --eot-token out")
     needed = config.val_tokens + 1
     shards = open_split(config, manifest, "val")
-    texts = [shard.checked(config)[:needed] for shard in shards]
-    val = np.concatenate(texts)[:needed]
+    most = needed + config.val_tokens // 8
+    text = np.concatenate([shard.checked(config)[:most] for shard in shards])
+    val = text[:needed]
     message = f"{len(val):,} validation tokens, val_tokens={config.val_tokens:,} takes one more"
     require(len(val) == needed, folder, message, "lower --val-tokens, or add text to validate on")
     shards = open_split(config, manifest, "train")
@@ -2946,7 +2949,8 @@ def open_corpus(config):
     message = f"one pass over the shards has {held:,} tokens, the schedule takes {needed:,}"
     is_own = config.data != TRACKS[config.track].data  # the user's: it is read as often as needed
     require(0 < held and (is_own or needed <= held), folder, message, "lower --steps, or add text")
-    return Corpus(manifest, shards, val, passes=math.ceil(needed / held))
+    control = text[config.val_tokens : most]
+    return Corpus(manifest, shards, val, control, passes=math.ceil(needed / held))
 
 
 def validation_hash(val):
@@ -3048,21 +3052,29 @@ def parse_command_line(argv):
 
 
 class Clock:
-    """Seconds of training, and those of its processor."""
+    """Seconds of training, and those of its processor. While it stands, the state of the run must
+    not change."""
 
-    def __init__(self, runtime, total=0.0, processor=0.0):
+    def __init__(self, runtime, total=0.0, processor=0.0, digest=lambda: b""):
         self.runtime = runtime
+        self.digest = digest
+        self.stopped_at = None  # the digest of the state when it was stopped
         self.total = total  # while the clock runs, less the time at which it was started
         self.processor = processor
         self.is_running = False
 
     def switch(self):
-        """Start the clock, or stop it, once the device has done its work."""
+        """Start the clock, or stop it, once the device has done its work. Raises RuntimeError where
+        the state has changed since it was stopped."""
         self.runtime.synchronize()
+        if not self.is_running and self.stopped_at not in (None, self.digest()):
+            raise RuntimeError("the state of the run has changed while its clock stood still")
         sign = 1 if self.is_running else -1
         self.total += sign * time.perf_counter()
         self.processor += sign * time.process_time()
         self.is_running = not self.is_running
+        if not self.is_running:
+            self.stopped_at = self.digest()
 
     def seconds(self):
         return self.total + time.perf_counter() * self.is_running
@@ -3277,7 +3289,8 @@ class Run:
             self.folder = content["folder"]
         self.first_step = step  # of this process; later than 0 where it has resumed the run
         self.step = step  # how many are done
-        self.clock = Clock(runtime, *content["seconds"])
+        digest = functools.partial(state_digest, self.trainer)
+        self.clock = Clock(runtime, *content["seconds"], digest)
         self.loss_sum = 0.0  # of the steps since the last logged one, on this rank
         self.loss_tokens = 0  # of these steps, on all ranks
         self.unsaved = None  # why the last checkpoint is not there
@@ -3321,11 +3334,8 @@ class Run:
 
     def validate(self):
         """Log the validation losses by name, and return them. The clock stands still."""
-        before = state_digest(self.trainer)
         val_sets = self.val_sets.items()
         losses = {name: self.trainer.evaluate(self.step, val) for name, val in val_sets}
-        if state_digest(self.trainer) != before:
-            raise RuntimeError("validation has changed the state of the run")
         self.log_losses(losses)
         return losses
 
@@ -3413,14 +3423,27 @@ class Run:
         log.line("size: " + " ".join(f"{group.name}={group.size:,}" for group in groups))
         log.line("===== START =====")
 
-    def check_validity(self, reported):
-        """The Verdict of the gates in records/gates.py on the loss that the run reports; None where
-        the trainer stands alone, without the repository: such a run is no record."""
+    def log_untrained(self):
+        """Log the loss of the model before it is trained, ahead of the clock."""
+        gates = self.gates()
+        if gates and self.step == 0:
+            loss = gates.untrained_loss(self.trainer, self.config.steps, self.corpus.val)
+            self.log.line(f"untrained val_loss:{loss:.5f}")
+
+    def gates(self):
+        """The module records/gates.py, which judges a run; None where the trainer stands alone,
+        without the repository: such a run is no record."""
         try:
             from records import gates
         except ImportError:
             return None
-        return gates.check_gates(self.trainer, self.step, self.corpus.val, reported, state_digest)
+        return gates
+
+    def check_validity(self, reported):
+        """The Verdict of the gates on the loss that the run reports; None without them."""
+        seen = self.trainer, self.step, self.corpus.val, reported, state_digest
+        gates = self.gates()
+        return gates and gates.check_gates(*seen, self.corpus.control, self.clock.stopped_at)
 
     def log_result(self, loss):
         """Log what came of a run, of its validation loss and of the gates. Raises RuntimeError
@@ -3452,8 +3475,7 @@ class Run:
             f"tokens_per_s:{tokens / seconds:.0f} cpu_time:{1000 * self.clock.processor:.0f}ms"
         )
         if not all(passed.values()):
-            reason = "the model sees what it must not, or its losses are no distribution's"
-            raise RuntimeError(f"{reason}: {validity}")
+            raise RuntimeError(f"the gates refuse the model: {validity}; {verdict.reason}")
 
 
 def plot(folder):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 try:
     from records import picture, render
-    from records.experiment import ab, reproduce, run, submit
-    from records.files import CONTROL, HOME, RULES, RecordError, read_text, settings
+    from records.experiment import ab, difference, rehearse, reproduce, run, submit
+    from records.files import CONTROL, HOME, RULES, RecordError, read_text, require, settings
     from records.judge import check_pages, check_records
     from records.record import Repository, read_script
     from records.source import sha256_of
@@ -38,10 +38,16 @@ def verify(repository, options):
 
 
 def diff(repository, options):
+    if options.since:
+        words = ["git", "diff", "--stat", "--patch", options.since, "--", "train_gpt.py"]
+        done = subprocess.run(words, cwd=repository.root)
+        require(not done.returncode, f"--since {options.since}: git shows no such commit")
+        return
     paths = [options.a or repository.tip(options.track).folder, options.b or repository.root]
     files = [path / "train_gpt.py" if path.is_dir() else path for path in map(Path, paths)]
-    for file in files:
-        read_script(file)  # which refuses what is no script
+    sources = [*map(read_script, files)]  # which refuses what is no script
+    if not options.b:
+        print(difference(repository.root, Path(paths[0]).name, *sources), flush=True)
     subprocess.run(["git", "diff", "--no-index", "--stat", "--patch", "--", *files])
 
 
@@ -53,14 +59,16 @@ def plot(repository, options):
 
 
 def gates(repository, options):
-    runs = [run for record in repository.all for run in record.runs + record.baseline]
-    used = {run.gates for run in runs} & {*RULES["gates_sha256"]}
-    listed = sorted(used | {sha256_of(read_text(HOME / "gates.py"))})
-    rules = json.dumps({**RULES, "gates_sha256": listed}, indent=1)
+    newest = sha256_of(read_text(HOME / "gates.py"))
+    older = {}
+    for record in repository.all:
+        for sha256 in {run.gates for run in record.runs + record.baseline} - {newest}:
+            older.setdefault(sha256, []).append(record.name)
+    rules = json.dumps({**RULES, "gates_sha256": [newest], "older_gates": older}, indent=1)
     (HOME / "rules.json").write_text(f"{rules}\n")
 
 
-COMMANDS = (run, ab, submit, table, verify, diff, reproduce, plot, gates)
+COMMANDS = (run, rehearse, ab, submit, table, verify, diff, reproduce, plot, gates)
 CALLS = {command.__name__: command for command in COMMANDS}
 
 
@@ -72,7 +80,8 @@ def parser_of(line):
         command = commands.add_parser(name, help=words, description=words)
         for option in options:
             given = line["options"][option]
-            command.add_argument(option, type=type(given.get("default", "")), **given)
+            kind = {} if "action" in given else {"type": type(given.get("default", ""))}
+            command.add_argument(option, **kind, **given)
         command.set_defaults(track=RULES["default_track"])
     return parser
 

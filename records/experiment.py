@@ -1,8 +1,11 @@
-"""`run`, `ab` and `reproduce`, which train, and `submit`, which makes a record of runs."""
+"""`run`, `ab`, `rehearse` and `reproduce`, which train, and `submit`, which makes a record."""
 
 import fcntl
+import json
+import math
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -10,28 +13,47 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from records import render, stats
-from records.files import LIMITS, RecordError, about, read_text, require
-from records.judge import check_fixed, check_gpus, check_one, check_records, check_run
+from records.files import LIMITS, RecordError, about, boards_of, read_text, require
+from records.judge import (
+    check_fixed,
+    check_gpus,
+    check_one,
+    check_own,
+    check_records,
+    check_run,
+    untold_seconds,
+)
 from records.log import END_OF_CODE, START, parse_log, split_log
-from records.record import FOLDER, Repository, add_baseline, gain_of, read_script
+from records.record import FOLDER, FORM, Repository, add_baseline, gain_of, parent_of, read_script
 from records.source import changed_lines, config_of, sha256_of
 
+LIVED = "lived.txt"  # beside a run's log: the seconds from its process' start to its end
 
-def own_script(repository, track):
+
+REHEARSAL = 0  # the batch of runs that count for nothing; a record's is 1, others are days
+KINDS = {1: "", REHEARSAL: "rehearsal-"}  # how the names of their runs begin
+
+
+def own_script(repository, track, is_form=False):
     """The text of train_gpt.py, of which a record of the board can come. That none can is told
     before hours of runs, not after."""
     rules = repository.rules_of(track)
     source = read_script(repository.root / "train_gpt.py")
-    same = [record.name for record in repository.records[track] if record.source == source]
-    require(not same, f"train_gpt.py is the code of {', '.join(same)}; change it first")
-    check_fixed(config_of(source, rules["track"]), track, rules)
+    config = config_of(source, rules["track"])
+    for record in repository.records[track]:
+        check_own(record, source, is_form)
+    check_fixed(config, track, rules)
+    steps, val_every = config["steps"], config["val_every"] or config["steps"]
+    count = 2 + (steps - 1) // config["log_every"] + (steps - 1) // val_every
+    hint = f"lower log_every={config['log_every']}"
+    require(count >= LIMITS.losses, f"it logs {count} losses, {LIMITS.losses} are due; {hint}")
     return source
 
 
 def folder_of(repository, track, source, batch=1):
-    """The folder of an experiment. Its batch is 1 if it counts; its runs lie beside its folder."""
-    again = f"reproduce-{batch}-" if batch > 1 else ""
-    return repository.root / "logs" / f"{again}{track}-{sha256_of(source)[:8]}"
+    """The folder of an experiment; its runs lie beside it."""
+    kind = KINDS.get(batch, f"reproduce-{batch}-")
+    return repository.root / "logs" / f"{kind}{track}-{sha256_of(source)[:8]}"
 
 
 def execute(words, place, folder, log, source):
@@ -66,12 +88,13 @@ def execute(words, place, folder, log, source):
     is_right = -1 <= run.started.timestamp() - began <= lived + 1 and took <= lived + 0.001
     said = f"{took:.1f} s of training, started at {run.started:%H:%M:%S}"
     require(is_right, f"its log says {said}, but it lived for {lived:.1f} s: its clock is wrong")
+    log.with_name(LIVED).write_text(f"{lived:.1f}")
     return run
 
 
 def keep_plan(folder, scripts, count):
     """Write an experiment's plan and its scripts. RecordError where another plan is there."""
-    due = f"{count} runs of {' and of '.join(map(sha256_of, scripts.values()))}"
+    due = f"{count or 'any'} runs of {' and of '.join(map(sha256_of, scripts.values()))}"
     plan = folder / "plan.txt"
     begun = read_text(plan) if plan.exists() else due
     require(begun == due, f"{plan} has {begun}; finish these, or change the script")
@@ -86,8 +109,9 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
     rules = repository.rules[track]
     name = rules["track"]  # of the trainer's, which several boards may share
     check_gpus(world_size, track, rules)
-    most = LIMITS.pairs if len(scripts) > 1 else LIMITS.logs
-    require(2 <= count <= most, f"--runs {count}: takes 2, for statistics, to {most}")
+    is_claim = len(scripts) > 1 and batch == 1
+    least, most = (LIMITS.pairs_least, LIMITS.pairs) if is_claim else (2, LIMITS.logs)
+    require(least <= count <= most, f"--runs {count}: takes {least}, for statistics, to {most}")
     folder = folder_of(repository, track, scripts["a"], batch)
     folder.mkdir(parents=True, exist_ok=True)
     code = sha256_of(scripts["a"])
@@ -100,9 +124,12 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
     order = [place for place in stats.order_of_pairs(code, batch, count) if place[0] in scripts]
     sides = {side: [] for side in scripts}
     with open(folder.parent / "records.lock", "w") as lock:
-        with about("another `python -m records` is making runs here"):
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        keep_plan(folder, scripts, count)
+        except BlockingIOError:
+            hint = "wait for it, or end it"
+            raise RecordError(f"another `python -m records` is making runs here; {hint}") from None
+        keep_plan(folder, scripts, count if batch == 1 else None)
         for done, (side, number) in enumerate(order, 1):
             words = [*begin, str(folder / side / "train_gpt.py"), "--track", name]
             words += ["--seed", str(stats.seed_of(code, batch, number))]
@@ -114,9 +141,10 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
             except RecordError:
                 run = execute(words, place, folder, log, scripts[side])
             print(f"val_loss {run.val_loss:.5f} time {run.train_time_ms / 1000:.1f} s")
+            run.lived = float(read_text(log.with_name(LIVED)))
             sides[side].append(run)
             check_one(LIMITS.machine, sum(sides.values(), []))
-            check_run(run, track, rules)
+            check_run(run, track, rules, is_proof=side == "a" and batch <= 1)
     return list(sides.values())
 
 
@@ -126,25 +154,81 @@ def run(repository, options):
     source = own_script(repository, track)
     require(not repository.records[track], f"{track} has records; `ab` makes pairs with the last")
     (runs,) = make_runs(repository, track, {"a": source}, options.runs, options.world_size or 1)
-    print_means(repository.rules[track], runs, "train_gpt.py")
-    print(f"To claim it: python -m records submit --track {track} --name NAME --by WHO")
+    p = print_means(repository.rules[track], runs, "train_gpt.py")
+    print_claim(track, p <= stats.ALPHA)
+
+
+def pairs(repository, options, batch, is_form=False):
+    """(runs of the working script, those of the last record's, that record, the p that the loss is
+    below the target), made in pairs and told."""
+    track = options.track
+    tip = repository.tip(track, is_form)
+    source = own_script(repository, track, is_form)
+    print(difference(repository.root, tip.name, tip.source, source))
+    scripts = {"a": source, "b": tip.source}
+    world_size = options.world_size or tip.runs[0].world_size
+    runs, base = make_runs(repository, track, scripts, options.runs, world_size, batch)
+    loss_p = print_means(repository.rules[track], runs, "train_gpt.py")
+    print_means(repository.rules[track], base, f"{tip.name}, in pairs with it")
+    return runs, base, tip, loss_p
 
 
 def ab(repository, options):
     """Make a record's runs: in pairs with the last record's script."""
-    track = options.track
-    tip = repository.tip(track)
-    source = own_script(repository, track)
-    added, removed = changed_lines(tip.source, source)
-    print(f"train_gpt.py differs from {tip.name}: {added} lines added, {removed} removed.")
-    scripts = {"a": source, "b": tip.source}
-    world_size = options.world_size or tip.runs[0].world_size
-    runs, base = make_runs(repository, track, scripts, options.runs, world_size)
-    print_means(repository.rules[track], runs, "train_gpt.py")
-    print_means(repository.rules[track], base, f"{tip.name}, in pairs with it")
+    runs, base, _, loss_p = pairs(repository, options, 1, options.form)
     gain, p = gain_of(runs, base)
     print(f"time differs by {render.percent(gain)}; that it is less: {stats.p_text(p)}")
-    print(f"To claim it: python -m records submit --track {track} --name NAME --by WHO")
+    is_shown = gain[2] <= LIMITS.form_slower if options.form else p <= stats.ALPHA
+    print_claim(options.track, is_shown and loss_p <= stats.ALPHA, " --form" * options.form)
+
+
+def print_claim(track, is_shown, form=""):
+    if is_shown:
+        words = f"--track {track} --name NAME --by WHO{form}"
+        print(f"To claim it: python -m records submit {words}")
+    else:
+        print("It is no record. Other contestants read records/NOTES.md: add a row to it.")
+
+
+def difference(root, name, before, source):
+    """How many lines of a record's script a script changes, and how many of main's: the others are
+    main's own changes since that record."""
+    added, removed = changed_lines(before, source)
+    said = f"train_gpt.py differs from {name}: {added} lines added, {removed} removed"
+    for branch in ("main", "origin/main"):
+        words = ["git", "show", f"{branch}:train_gpt.py"]
+        done = subprocess.run(words, cwd=root, capture_output=True, text=True)
+        if not done.returncode:
+            own = "; from {}: {}, {}; `diff --since {}` shows these, the others are main's own"
+            said += own.format(branch, *changed_lines(done.stdout, source), branch)
+            break
+    return f"{said}."
+
+
+def rehearse(repository, options):
+    """Make pairs that count for nothing, and forecast what a record's pairs would show."""
+    runs, base, tip, _ = pairs(repository, options, REHEARSAL)
+    count = LIMITS.usual_pairs
+    (gain, low, high), _ = gain_of(runs, base)
+    print(f"time differs by {render.percent((gain, low, high))}, in {len(runs)} pairs")
+    known = [(runs, base), *[(tip.runs, tip.baseline)] * bool(tip.baseline)]
+    spread = stats.pooled([stats.differences(*map(times_of, sides)) for sides in known])
+    least = stats.least_gain(spread, count)
+    minutes = count * statistics.fmean(run.lived for run in runs + base) / 30
+    print(f"{count} pairs: {minutes:.0f} minutes; at this spread they show {100 * least:.1f} %")
+    loss, _ = stats.mean_and_std([run.val_loss for run in runs])
+    spread = stats.pooled([[run.val_loss for run in side] for side in (runs, tip.runs)])
+    room = tip.target - loss
+    if room < stats.least_gain(spread, count):
+        print(f"No: the loss is {-room:+.4f} from the target, too near to be shown below it.")
+    elif -gain < least:
+        print("No: they would not show this gain. Keep it for a larger change, or leave it.")
+    else:
+        print(f"Yes: they would show it. python -m records ab --track {options.track}")
+
+
+def times_of(runs):
+    return [run.train_time_ms for run in runs]
 
 
 def reproduce(repository, options):
@@ -159,19 +243,46 @@ def reproduce(repository, options):
     batch = int(f"{datetime.now(UTC):%Y%m%d}")
     scripts = {"a": record.source}
     (runs,) = make_runs(repository, record.track, scripts, options.runs, world_size, batch)
-    for made, name in (record.runs, record.name), (runs, "now"):
-        print_means(rules, made, name)
+    print_means(rules, record.runs, record.name)
+    p = print_means(rules, runs, "now")
+    losses, others = ([run.val_loss for run in side] for side in (runs, record.runs))
+    worse = stats.p_less(others, losses)
+    print_wall(record, runs)
+    if p <= stats.ALPHA:
+        print("Reproduced: the loss is below the target.")
+    elif worse <= stats.ALPHA:
+        print(f"NOT reproduced: the loss is above the record's, p = {worse:.2g}.")
+    else:
+        print(f"Open: {len(runs)} runs show neither, that the loss is below the target nor above.")
+    if runs[0].hardware != record.runs[0].hardware:
+        print("Their times do not compare: machine, processes or dtype are others.")
     print("Whether the code cheats, no run shows; read `python -m records diff` for that.")
 
 
+def print_wall(record, runs):
+    """Print how long runs took by the wall and by their clocks; a warning where these leave out
+    more than those of the record."""
+    untold = [run.lived - run.train_time_ms / 1000 for run in runs]
+    told = sum(times_of(runs)) / 1000
+    print(f"\nby the wall they took {told + sum(untold):.1f} s, by their clocks {told:.1f} s")
+    then = sorted(record.runs + record.baseline, key=lambda run: run.started)
+    usual = statistics.median(untold_seconds(then) or [math.inf])
+    more = statistics.median(untold) - usual
+    if more > LIMITS.untold and runs[0].cuda == "none":
+        print(f"WARNING: a clock leaves out {more:.1f} s more of a run than in the record's logs.")
+
+
 def print_means(rules, runs, name):
-    """Print the mean time and loss of runs, and how far that is shown to be below the target."""
+    """Print the mean time and loss of runs, and how far that is shown to be below the target;
+    returns the p of this."""
     took, _ = stats.mean_and_std([run.train_time_ms / 1000 for run in runs])
     losses = [run.val_loss for run in runs]
     loss, _ = stats.mean_and_std(losses)
     target = rules["config"]["target_loss"]
+    p = stats.p_below(losses, target)
     print(f"\n{name}, on {runs[0].hardware}: {took:.1f} s, mean loss {loss:.5f}")
-    print(f"loss below the target {target:g}: {stats.p_text(stats.p_below(losses, target))}")
+    print(f"loss below the target {target:g}: {stats.p_text(p)}")
+    return p
 
 
 def submit(repository, options):
@@ -181,22 +292,39 @@ def submit(repository, options):
     require(FOLDER.fullmatch(name), f"--name {ascii(options.name)}: {hint}")
     folder = repository.home / options.track / name
     require(not folder.exists(), f"{folder} exists; choose another --name")
-    source = own_script(repository, options.track)
+    source = own_script(repository, options.track, options.form)
+    rules = repository.home / "rules.json"
+    kept = rules.read_text() if rules.is_file() else None
     try:
-        lay_out(repository, folder, source, options.by)
-        check_records(Repository(repository.root, repository.rules))
+        record = lay_out(repository, folder, source, options.by, options.form)
+        boards = repository.rules
+        if not boards[options.track]["config"]["val_sha256"]:
+            boards = propose_hash(rules, boards[options.track]["track"], record.runs[0].val_sha256)
+        check_records(Repository(repository.root, boards))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
+        if kept:
+            rules.write_text(kept)
         raise
     print((folder / "README.md").read_text())
     print(f"made {folder.relative_to(repository.root)}; write why it works into its README.md,")
     print("then: python -m records table && python -m records verify")
 
 
-def lay_out(repository, folder, source, authors):
-    """Write a record's folder: the script, its thin logs, and the figures that follow from them."""
+def propose_hash(path, track, val_sha256):
+    """Write the hash of a track's validation tokens into rules.json; returns the new boards."""
+    rules = json.loads(read_text(path))
+    rules["boards"][track]["config"]["val_sha256"] = val_sha256
+    path.write_text(f"{json.dumps(rules, indent=1)}\n")
+    print(f"{path}: val_sha256 of {track} is what these runs say; whoever merges it compares it")
+    return boards_of(rules)
+
+
+def lay_out(repository, folder, source, authors, is_form=False):
+    """Write a record's folder: the script, its thin logs, and the figures that follow from them;
+    returns the record."""
     track = folder.parent.name
-    parent = repository.records[track][-1] if repository.records[track] else None
+    older = repository.records[track]
     runs = folder_of(repository, track, source)
     logs = sorted(runs.parent.glob(f"{runs.name}-*/log.txt"))
     require(logs, f"there are no runs {runs}-*; make them with `python -m records ab`")
@@ -208,7 +336,10 @@ def lay_out(repository, folder, source, authors):
             _, lines = split_log(text)
         (part / f"{path.parent.name}.txt").write_text("\n".join([END_OF_CODE, *lines, ""]))
     (folder / "train_gpt.py").write_text(source)
-    (folder / "README.md").write_text(f"By {authors}.\n")
+    (folder / "README.md").write_text(
+        f"By {authors}.\n\n{FORM}\n" if is_form else f"By {authors}.\n"
+    )
     record = repository.load(folder)
-    add_baseline(record, parent)
+    add_baseline(record, parent_of(record, older))
     (folder / "README.md").write_text(render.record_readme(record, render.WHY))
+    return record

@@ -1,6 +1,7 @@
 """One run's log: the script that ran, which a record keeps once, and then one event a line."""
 
 import json
+import math
 import re
 from datetime import datetime, timedelta
 from types import SimpleNamespace
@@ -10,11 +11,28 @@ from records.source import sha256_of
 
 END_OF_CODE = "===== END OF CODE ====="
 START = "===== START ====="
+
+
+def mapping(pairs):
+    """A dict of pairs, whose keys are all different."""
+    found = {}
+    for key, value in pairs:
+        require(key not in found, f"{ascii(key)[:80]} stands there twice")
+        found[key] = value
+    return found
+
+
+def sums_of(text):
+    """{name: text} of what stands as name=value."""
+    return mapping(re.findall(r"((?:\w+/)?\w[\w ]*)=(\S+)", text))
+
+
 MADE = {  # of what stands in a line, if that is no text
     **dict.fromkeys(["number", "count"], int),
-    **dict.fromkeys(["average", "loss", "rate"], float),
+    **dict.fromkeys(["average", "loss", "rate", "control"], float),
     "moment": datetime.fromisoformat,
-    "json": json.loads,
+    "json": lambda text: json.loads(text, object_pairs_hook=mapping),
+    **dict.fromkeys(["sizes", "sums"], sums_of),
 }
 SLOT = re.compile(r"<(\w+)(?:=(\w+))?>")
 
@@ -52,19 +70,38 @@ def check_points(points, steps):
     is_due = places == sorted({*places}) and places[-1] == (steps, "val") and places[0][0] > 0
     is_due = is_due and {point.steps for point in points} == {steps}
     require(is_due, f"losses are due of {ascii(steps)[:60]} steps, in order, a validation at last")
-    before = 0
+    rates = [point.rate for point in points if hasattr(point, "rate")]
+    learning = [step for step, rate in enumerate(rates) if rate]
+    is_learning = len(learning) >= len(rates) / 2 and learning[-1] - learning[0] < len(learning)
+    require(is_learning, "lr_mul is 0 at half of the logged steps, or between others")
+    pace = points[-1].time_ms / steps
+    before = SimpleNamespace(step=0, time_ms=0)
     for point in points:
         shown = f"step {point.step}: {point.time_ms} ms"
-        require(point.time_ms >= before, f"{shown}; times must not fall")
-        before = point.time_ms
-        pace = points[-1].time_ms * (point.step / steps - LIMITS.lag)
-        late = "so much time in the last steps cannot be"
-        require(before >= pace, f"{shown} of {points[-1].time_ms}; {late}")
+        took = point.time_ms - before.time_ms
+        require(took >= 0, f"{shown}; times must not fall")
+        least = LIMITS.standing * pace * (point.step - before.step)
+        require(took >= least, f"{shown}; the clock stood still since step {before.step}")
+        late = f"{shown} of {points[-1].time_ms}; so much time in the last steps cannot be"
+        require(point.time_ms >= pace * (point.step - LIMITS.lag * steps), late)
         # Time and average are rounded on their own, to 1 ms and to 0.01 ms a step.
-        is_mean = abs(point.average * point.step - before) <= 0.501 + 0.00501 * point.step
+        is_mean = abs(point.average * point.step - point.time_ms) <= 0.501 + 0.00501 * point.step
         require(is_mean, f"{shown}, step_avg {point.average} ms is not train_time / step")
-        is_learning = vars(point).get("rate") != 0 or point.step == steps
-        require(is_learning, f"step {point.step}: lr_mul is 0, and it is not the last step")
+        before = point
+
+
+def check_losses(run, points):
+    """Losses of training lie between half of the last validation's, and twice the untrained
+    model's, if the log has that; bits are those of the loss."""
+    most = 2 * vars(run).get("untrained", math.inf)
+    for point in points:
+        shown = f"step {point.step}: {point.kind}_loss {point.loss}"
+        is_between = run.val_loss / 2 <= point.loss <= most
+        require(is_between, f"{shown}; {run.val_loss / 2:.5f} to {most:.5f} can be")
+    if run.val_bytes:
+        bits = run.val_loss * run.val_tokens / math.log(2) / run.val_bytes
+        is_same = abs(float(run.bits) - bits) <= 1e-5 + 1e-5 * run.val_tokens / run.val_bytes
+        require(is_same, f"bits_per_byte is {run.bits[:20]}; of this loss it is {bits:.5f}")
 
 
 def parse_log(path, script):
@@ -77,6 +114,8 @@ def parse_log(path, script):
         is_complete = ending.startswith("status:ok ")
         require(is_complete, f"the run did not complete, or its log was cut: {ascii(ending[:80])}")
         head, tail = FORMS["head"], FORMS["tail"]
+        if lines[len(head) : len(head) + 1] and lines[len(head)].startswith("untrained"):
+            head = [*head, FORMS["untrained"]]
         rows = [*head, *[FORMS["step"]] * (len(lines) - len(head) - len(tail)), *tail]
         run = SimpleNamespace(path=path, source=script)
         points = []
@@ -97,7 +136,9 @@ def parse_log(path, script):
         run.steps = [(point.step, point.kind) for point in points]
         compared = [*points[: LIMITS.compared], *points[-2:]]
         run.losses = {(point.kind, point.step % point.steps): point.loss for point in compared}
-        run.over = run.started + timedelta(milliseconds=run.train_time_ms)
+        check_losses(run, points)
+        seconds = run.train_time_ms / 1000 + run.gates_time * hasattr(run, "text")
+        run.over = run.started + timedelta(seconds=seconds)
         run.dtype = str(run.config.get("dtype"))
         run.hardware = f"{run.device}, world size {run.world_size}, {run.dtype}"
     return run

@@ -1,6 +1,5 @@
 """The repository, a record's folder, and the figures that follow from its logs."""
 
-import itertools
 import operator
 import re
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from records.log import parse_log
 
 FOLDER = re.compile(r"20\d\d-[01]\d-[0-3]\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
 PARTS = {"train_gpt.py", "README.md", "logs"}
-NOBODYS = (".", "__pycache__")  # so begin the names of what macOS and Python leave in folders
+NOBODYS = ("._", ".DS_Store", "__pycache__")  # so begin names that macOS and Python leave there
+FORM = "It is a change of form, and claims no gain."
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,11 @@ class Repository:
     def at(cls, root=None):
         """The tree that this package lies in, or another one, judged by this one's rules."""
         own = Path(__file__).parent.parent.resolve()
-        return cls(Path(root).absolute(), BOARDS, own) if root else cls(own, BOARDS)
+        if root is None:
+            return cls(own, BOARDS)
+        is_tree = root != "" and Path(root, "records").is_dir()
+        require(is_tree, f"--tree {ascii(root)}: name a checkout, the folder with records/ in it")
+        return cls(Path(root).absolute(), BOARDS, own)
 
     @property
     def home(self):
@@ -43,8 +47,8 @@ class Repository:
         for track in self.rules:
             records = map(self.load, paths_in(self.home / track))
             found[track] = sorted(records, key=operator.attrgetter("age"))
-            for parent, record in itertools.pairwise([None, *found[track]]):
-                add_baseline(record, parent)
+            for number, record in enumerate(found[track]):
+                add_baseline(record, parent_of(record, found[track][:number]))
         return found
 
     @property
@@ -57,12 +61,14 @@ class Repository:
         require(track in self.rules, f"--track {ascii(track)}: is no open board; {known}")
         return self.rules[track]
 
-    def tip(self, track):
-        """The last record of a board. RecordError says how the first is made where none is."""
+    def tip(self, track, is_form=False):
+        """The last record of a board, or, for a change of form, the last with a gain. RecordError
+        says how the first is made where none is."""
         self.rules_of(track)
         hint = f"run `python -m records run --track {track} --runs 8`, and then submit it"
         require(self.records[track], f"{track} has no record yet; to make the first one, {hint}")
-        return self.records[track][-1]
+        records = self.records[track]
+        return [record for record in records if not (is_form and record.is_form)][-1]
 
     def load(self, folder):
         """What a record's folder says, but for its parent's runs."""
@@ -75,6 +81,7 @@ class Repository:
         record.source = read_script(folder / "train_gpt.py")
         record.readme = read_text(folder / "README.md")
         record.by = "".join(re.findall(r"^By (.+)\.$", record.readme, re.MULTILINE)[:1])
+        record.is_form = f"\n{FORM}\n" in record.readme
         record.runs = read_logs(folder / "logs", record.source)
         record.target = self.rules_of(record.track)["config"]["target_loss"]
         losses = [run.val_loss for run in record.runs]
@@ -91,7 +98,22 @@ class Repository:
 def paths_in(folder):
     """What a folder holds, by name, but for NOBODYS; nothing of a link, or of no folder."""
     found = folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ()
-    return sorted(path for path in found if not path.name.startswith(NOBODYS))
+    paths = []
+    for path in sorted(found):
+        if not path.name.startswith(NOBODYS):
+            paths.append(path)
+        elif path.is_file():
+            size = path.stat().st_size
+            require(
+                size <= LIMITS.ignored, f"{path}: {size:,} bytes, which nobody reads; delete it"
+            )
+    return paths
+
+
+def parent_of(record, older):
+    """The record that one is compared with: the last of those older, and for a change of form the
+    last with a gain, so that slow changes do not add up. None if there is none."""
+    return ([None] + [other for other in older if not (record.is_form and other.is_form)])[-1]
 
 
 def read_script(path):

@@ -4,7 +4,8 @@ page. What comes from a log is plain text, by the forms in forms.toml."""
 import numpy as np
 
 from records import stats
-from records.files import HOME, read_text, require
+from records.files import HOME, LIMITS, read_text, require
+from records.record import FORM
 from records.source import changed_lines
 
 END = "<!-- end -->"
@@ -35,12 +36,14 @@ def gain_text(record):
     if not parent:
         return "It is the first record of its board."
     added, removed = changed_lines(parent.source, record.source)
-    return (
+    said = (
         f"Its parent is [{parent.name}](../{parent.name}/): {added} lines added, {removed} "
         f"removed. In pairs on one machine its training time differs by {percent(record.gain)}, "
-        f"{stats.CONFIDENCE:.0%} interval; p = {record.p:.2g} in the permutation test, at most "
-        f"{stats.ALPHA:g} is needed."
+        f"{stats.CONFIDENCE:.0%} interval"
     )
+    if record.is_form:
+        return f"{said}, whose upper end is at most {LIMITS.form_slower:.0%}."
+    return f"{said}; p = {record.p:.2g} in the permutation test, at most {stats.ALPHA:g} is needed."
 
 
 def record_readme(record, why):
@@ -53,6 +56,7 @@ def record_readme(record, why):
         alpha=stats.ALPHA,
         why=why,
         gain=gain_text(record),
+        form=f"\n{FORM}\n" * record.is_form,
         before=f"records/{record.track}/{record.parent.name} " if record.parent else "",
     )
 
@@ -73,10 +77,13 @@ def factors_of(records, rules):
     names = [record.name for record in records]
     if plain.get("record") not in names:
         return {}
-    gains = [0.0, *(record.gain[0] for record in records[1:])]
+    gains = [record.gain[0] if record.parent and not record.is_form else 0.0 for record in records]
     left = np.cumprod(np.add(gains, 1))  # of the first record's time
     factors = plain["factor"] * left[names.index(plain["record"])] / left
-    return {name: f"{factor:.1f} times" for name, factor in zip(names, factors, strict=True)}
+    return {
+        record.name: "-" if record.is_form else f"{factor:.1f} times"
+        for record, factor in zip(records, factors, strict=True)
+    }
 
 
 def board_of(records, rules, place):
@@ -85,6 +92,8 @@ def board_of(records, rules, place):
     rows = []
     for record in reversed(records):
         shown = f"{percent(record.gain)}, p = {record.p:.2g}" if record.parent else "first"
+        if record.is_form:
+            shown = f"form: {percent(record.gain)}"
         spread = f"{record.loss:.4f} ± {record.loss_std:.4f}, n = {len(record.runs)}"
         row = {
             "record": f"[{record.title}]({place}{record.track}/{record.name}/)",
@@ -132,7 +141,11 @@ def pages_of(repository):
         block = table(board) if board else "No records yet."
         text = with_block(page, text, f"records/{track}", block)
         row = {"board": f"`{track}`", "target": f"{rules['config']['target_loss']:g}"}
-        newest = board_of(records, rules, "records/")[:1] or [{"record": "not measured yet"}]
+        shown = board_of(records, rules, "records/")
+        gained = [
+            row for row, record in zip(shown, records[::-1], strict=True) if not record.is_form
+        ]
+        newest = gained[:1] or [{"record": "not measured yet"}]
         rows.append(row | {name: newest[0].get(name, "-") for name in FIRST_PAGE})
     block = table(rows)
     for track in pictures_of(repository):

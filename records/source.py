@@ -23,6 +23,7 @@ OPERATIONS |= {ast.Div: operator.truediv, ast.Pow: operator.pow}
 PACKAGES = RULES["packages"]  # that scripts import, beside what Python brings along
 OPEN = sys.stdlib_module_names - {*FORMS["loaders"]} | {*PACKAGES}
 LOADING = {*FORMS["loading"]}
+SETTINGS = tuple(FORMS["settings"])  # of what is imported, which scripts may change
 ASKED = re.compile(FORMS["asked"], re.MULTILINE)
 
 
@@ -42,6 +43,7 @@ def body_of(source):
         with warnings.catch_warnings(action="ignore"):  # of a backslash in a text
             tree = ast.parse(ASKED.sub("None", plain))
     check_imports(tree)
+    check_assignments(tree)
     return tree.body
 
 
@@ -70,6 +72,46 @@ def check_imports(tree):
         for word in words & LOADING:
             shown = f"the script has the word {word.strip('.')}"
             raise RecordError(f"{shown}, by which code runs that no log holds")
+
+
+def check_assignments(tree):
+    """Nothing is assigned to what PACKAGES hold, so that their functions stay what they are for
+    everybody. Who hides it under another name is found by the diff's reader."""
+    imported = set()
+    for node in ast.walk(tree):
+        for alias, name in zip(getattr(node, "names", []), imported_by(node), strict=False):
+            if name.split(".")[0] in {package.split(".")[0] for package in PACKAGES}:
+                imported.add(alias.asname or alias.name.split(".")[0])
+    for node in ast.walk(tree):
+        target = node
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            target = node.args[0] if node.args else node
+        elif not isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
+            continue
+        name = ast.unparse(target)
+        while isinstance(target, ast.Attribute | ast.Subscript):
+            target = target.value
+        is_own = target is node or getattr(target, "id", "") not in imported
+        is_own = is_own or name.startswith(SETTINGS)
+        hint = f"open are {', '.join(SETTINGS)}"
+        require(is_own, f"the script changes {name[:60]}, which it imports; {hint}")
+
+
+@functools.cache
+def skeleton_of(source):
+    """A script's syntax tree without docstrings, as this Python shows it."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            if isinstance(body[0].value, ast.Constant):
+                body[0].value.value = ""
+    return ast.dump(tree)
+
+
+def is_same_code(source, other):
+    """Whether two scripts differ in comments, docstrings and layout alone."""
+    return skeleton_of(source) == skeleton_of(other)
 
 
 def default_of(value):

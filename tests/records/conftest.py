@@ -5,7 +5,14 @@ import shutil
 import pytest
 
 import records_helpers as made
+from records import files
 from records.record import Repository
+
+
+@pytest.fixture
+def no_pause(monkeypatch):
+    """Runs of stand-ins follow each other at once."""
+    monkeypatch.setattr(files.LIMITS, "pause", 0)
 
 
 @pytest.fixture(scope="session")

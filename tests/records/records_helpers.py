@@ -4,6 +4,7 @@ script that stands in for a trainer."""
 import contextlib
 import io
 import json
+import math
 import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ YESTERDAY = datetime.now(UTC).replace(microsecond=0) - timedelta(days=1)  # when
 LATER = YESTERDAY + timedelta(hours=6)  # than all runs of `pristine`
 WHY = "It takes fewer steps, since each of them does more."
 VALIDATION = {"val_tokens": 262_144, "val_sha256": "5e" * 32}
-FIXED = {"tokenizer": "bytes", **VALIDATION, "target_loss": 0.88}
+FIXED = {"tokenizer": "bytes", "eot_token": 256, **VALIDATION, "target_loss": 0.88}
 BOARD = {"track": TRACK, "config": FIXED, "manifest_sha256": "da" * 32, "copy_loss": 0.004}
 WEB = {**BOARD, "track": "web", "config": {**FIXED, "val_sha256": ""}}
 RULES = {TRACK: BOARD, "web": WEB}
@@ -80,6 +81,7 @@ def log_text(run, source, seed, place="1:1/4:1", config=CONFIG, started=YESTERDA
     facts |= {"started": f"{started:%Y-%m-%dT%H:%M:%SZ}", "config": json.dumps(values)}
     facts |= {"losses": "\n".join(step_lines(seed, loss, time_ms))}
     facts |= {"val_sha256": values["val_sha256"] or "ab" * 32, "manifest": BOARD["manifest_sha256"]}
+    facts |= {"bits": loss / math.log(2), "control": loss - 0.09}
     return (HERE / "log.txt").read_text().format(**{**values, **facts, **result})
 
 
@@ -88,10 +90,12 @@ def name_of(source, track=TRACK):
     return f"{track}-{sha_of(source)[:8]}"
 
 
-def write_logs(root, source, base="", count=4, time_ms=60_000, began=YESTERDAY, **values):
+def write_logs(
+    root, source, base="", count=4, time_ms=60_000, began=YESTERDAY, slower=1 / 1.2, **values
+):
     """Logs of a batch of runs in a repository, with scattered losses and times, in pairs with those
-    of a base if there is one, which takes a fifth longer; returns their paths, those of the source
-    first. values: of log_text."""
+    of a base if there is one, which takes a fifth longer unless told; returns their paths, those of
+    the source first. values: of log_text."""
     rng = np.random.default_rng(list(source.encode()))
     track = values.get("config", CONFIG)["track"]
     paths = []
@@ -104,7 +108,7 @@ def write_logs(root, source, base="", count=4, time_ms=60_000, began=YESTERDAY, 
             base if side == "b" else source,
             stats.seed_of(sha_of(source), 1, number),
             loss=0.87 + 0.001 * rng.standard_normal(),
-            time_ms=round(1.2 * took if side == "b" else took),
+            time_ms=round(took / slower if side == "b" else took),
             place=f"1:{number}/{count}:1",
             started=began,
             **values,
@@ -113,7 +117,7 @@ def write_logs(root, source, base="", count=4, time_ms=60_000, began=YESTERDAY, 
         path.parent.mkdir(parents=True)
         path.write_text(text)
         paths.append(path)
-        began += timedelta(milliseconds=1.2 * took, seconds=20)
+        began += timedelta(milliseconds=took / slower if side == "b" else took, seconds=20)
     return sorted(paths, key=lambda path: (path.parent.name[-1], path))
 
 
@@ -174,13 +178,13 @@ def logs_in(folder, part="logs"):
     return sorted((folder / part).iterdir())
 
 
-def forced(repository, name, source, track=TRACK):
+def forced(repository, name, source, track=TRACK, is_form=False):
     """A record's folder of the runs of a script as `submit` would make it, if it let everything
     pass."""
     again = fresh(repository)
     folder = again.home / track / f"{folder_of(repository, 'First').name[:10]}_{name}"
     with contextlib.suppress(RecordError):
-        lay_out(again, folder, source, "A. Forger")
+        lay_out(again, folder, source, "A. Forger", is_form)
         edit(folder / "README.md", re.escape(render.WHY), WHY)
     return folder
 

@@ -99,5 +99,5 @@ def test_changed_gates_may_judge_after_one_command(package):
     gates.write_text(gates.read_text() + "# another\n")
     rules = json.loads((package / "rules.json").read_text())
     assert of_a_copy(package.parent, "gates").returncode == 0
-    expected = rules | {"gates_sha256": [made.sha_of(gates.read_text())]}
+    expected = rules | {"gates_sha256": [made.sha_of(gates.read_text())], "older_gates": {}}
     assert json.loads((package / "rules.json").read_text()) == expected

@@ -11,12 +11,13 @@ import records_helpers as made
 from records import picture, stats
 from records_helpers import TRACK, call, fake_trainer, folder_of, runs_in
 
+pytestmark = pytest.mark.usefixtures("no_pause")
 NAME = made.name_of(fake_trainer())
 MINE = f"{NAME}-*"
 
 
 @pytest.fixture
-def repository(tmp_path):
+def repository(tmp_path, no_pause):
     """A first record, and a working script that is faster and better."""
     return made.make_first(tmp_path)
 
@@ -58,13 +59,15 @@ def test_ab_goes_on_where_it_stopped_and_its_pairs_are_a_record(repository, caps
 
 def test_a_script_has_one_batch_whose_seeds_follow_from_the_code(repository, capsys):
     """With another number of runs it would have another try."""
-    assert call(repository, capsys, "ab", "--runs", 2)[0] == 0
+    assert call(repository, capsys, "ab", "--runs", 6)[0] == 0
     code = made.sha_of(fake_trainer())
-    seeds = [stats.seed_of(code, 1, number) for number in (1, 1, 2, 2)]
+    seeds = [stats.seed_of(code, 1, number // 2) for number in range(2, 14)]
     assert [run.seed for run in runs_in(repository, MINE)] == seeds
     told = dict(made.order_of(repository))
-    assert told == {"01a": "1:1/2:1", "01b": "1:1/2:1", "02a": "1:2/2:1", "02b": "1:2/2:1"}
-    status, _, err = call(repository, capsys, "ab", "--runs", 3)
+    assert told == {
+        f"0{number}{side}": f"1:{number}/6:1" for number in range(1, 7) for side in "ab"
+    }
+    status, _, err = call(repository, capsys, "ab", "--runs", 7)
     assert status == 2 and "finish these, or change the script" in err
 
 
@@ -73,7 +76,7 @@ def test_ends_of_a_run(repository, capsys):
     """A signal ends it and costs a start; what a script refuses before its log's header is no
     start, nor is a pipe instead of a log, for whose other end nobody waits."""
     first, second, third, _ = drawn_order(2)
-    stop, again = repository.root / "stop", ("ab", "--runs", 2)
+    stop, again = repository.root / "stop", ("rehearse", "--runs", 2)
     log = repository.root / "logs" / f"{NAME}-{third}" / "log.txt"
     log.parent.mkdir()
     os.mkfifo(log)
@@ -96,27 +99,33 @@ def test_ends_of_a_run(repository, capsys):
 def test_two_at_once_and_another_machine_are_refused(repository, capsys):
     with open(repository.root / "logs" / "records.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        status, _, err = call(repository, capsys, "ab", "--runs", 2)
+        status, _, err = call(repository, capsys, "rehearse", "--runs", 2)
     assert status == 2 and "another `python -m records` is making runs here" in err
     assert not (repository.root / "order.txt").exists()
-    assert call(repository, capsys, "ab", "--runs", 2)[0] == 0
+    assert call(repository, capsys, "rehearse", "--runs", 2)[0] == 0
     path = next((repository.root / "logs").glob(f"{NAME}-01b/log.txt"))
     made.edit(path, r"^(run:[a-z].*) device:fake", r"\1 device:another")
-    status, _, err = call(repository, capsys, "ab", "--runs", 2)
+    status, _, err = call(repository, capsys, "rehearse", "--runs", 2)
     assert status == 2 and "device differs between runs: 'another x2', 'fake x2'" in err
 
 
 # ----- what submit would refuse is told first
 
-MINIMUM = "takes 2, for statistics, to"
+MINIMUM = "takes 6, for statistics, to"
 REFUSED = {
     "a record's": (made.SLOW, "ab", "is the code of .*_First; change it first"),
     "target": (fake_trainer(target_loss=1.5), "ab", "target_loss is 1.5, the track's is 0.88"),
     "no tracks": ("print(1)\n", "ab", "its tracks cannot be read from the source"),
     "an import": (fake_trainer() + "\nimport tests\n", "ab", "imports tests, "),
     "two dtypes": (fake_trainer(dtype="bfloat16"), "ab", "are bfloat16 and float32; pairs run in"),
-    "tokens": (fake_trainer(track="web", val_sha256=""), "run --track web", "no val_sha256 of web"),
-    "one run": (fake_trainer(), "ab --runs 1", f"--runs 1: {MINIMUM} 16"),
+    "few losses": (fake_trainer(log_every=2), "ab", "logs 5 losses, 6 are due; lower log_every=2"),
+    "comments": (made.SLOW + "# faster\n", "ab", "is the code of .*_First, but for comments and"),
+    "F": (
+        fake_trainer() + "\nimport torch\ntorch.sum = 1\n",
+        "ab",
+        "the script changes torch.sum,",
+    ),
+    "five pairs": (fake_trainer(), "ab --runs 5", f"--runs 5: {MINIMUM} 16"),
     "17 pairs": (fake_trainer(), "ab --runs 17", f"--runs 17: {MINIMUM} 16"),
     "a second first": (fake_trainer(), "run", "has records; `ab` makes pairs with the last"),
 }

@@ -1,6 +1,7 @@
 """Forged records: `verify` refuses each one in one line that names the file and the reason. What
-edits do is a row of forgeries.md; what takes more is a function of the repository."""
+edits do is a row of forgeries.toml; what takes more is a function of the repository."""
 
+import math
 import re
 import shutil
 import tomllib
@@ -10,14 +11,15 @@ from pathlib import Path
 import pytest
 
 import records_helpers as made
-from records import stats
+from records import files, stats
 from records.__main__ import main
 from records_helpers import LATER, TRACK, edit, folder_of, forced, logs_in, pairs, refusal
 
-NAMES = {  # that stand in forgeries.md for what depends on the day, say
+NAMES = {  # that stand in forgeries.toml for what depends on the day, say
     "SEED_2": str(stats.seed_of(made.sha_of(made.source_of("first")), 1, 2)),
     "SEED_3": str(stats.seed_of(made.sha_of(made.source_of("second")), 1, 3)),
     "SOON": f"{datetime.now(UTC) + timedelta(hours=1):%Y-%m-%dT%H:%M:%SZ}",
+    "OLDER": next(reversed(files.RULES["older_gates"])),
     "ZERO": "\u200b",
     "REASONS": made.WHY,
     "PLACEHOLDER": made.render.WHY,
@@ -41,8 +43,7 @@ def named(page):
     return re.sub(r"MANY\((.+?)\)", lambda found: 300_000 * found[1], text)
 
 
-ROWS = [line[2:-2].split(" | ") for line in named("forgeries.md").splitlines() if line[:2] == "| "]
-EDITS = {name: row for name, *row in ROWS[1:]}
+EDITS = tomllib.loads(named("forgeries.toml"))
 
 
 def paths_at(repository, where):
@@ -111,6 +112,7 @@ def with_losses_of(path, run, noise):
         loss = run.losses[kind, step] + noise * (-1) ** (step // 20)
         text = re.sub(rf"(?m)^(step:{step or 60}/\S+ {kind}_loss:)\S+", rf"\g<1>{loss:.5f}", text)
     text = re.sub(r"(?m)^((?:final|status).*val_loss:)\S+", rf"\g<1>{loss:.5f}", text)
+    text = re.sub("bits_per_byte:\\S+", f"bits_per_byte:{loss / math.log(2):.5f}", text)
     path.write_text(text)
 
 
@@ -123,12 +125,12 @@ def same_run_again(repository, noise):
 def copies_but_for_a_step(repository):
     same_run_again(repository, 2e-4)
     for number, path in enumerate(logs_in(folder_of(repository, "First"))):
-        edit(path, r"^(step:20/60 train_loss:)\S+", rf"\g<1>{number}.00000")
+        edit(path, r"^(step:20/60 train_loss:)\S+", rf"\g<1>{1 + number}.00000")
 
 
 def whole_record_again(repository):
     """A copy of the last record with a comment, under its own seeds, names and starts."""
-    folder = forced(repository, "Copy", pairs(repository, "second", tail="# another idea\n"))
+    folder = forced(repository, "Copy", pairs(repository, "second", tail="another = 1\n"))
     for part in ("logs", "baseline"):
         others = logs_in(folder_of(repository, "Faster"), part)
         for path, other in zip(logs_in(folder, part), others, strict=True):
@@ -192,6 +194,53 @@ def scripts_of_two_dtypes(repository):
     for path in paths[:6]:
         edit(path, '"dtype": "bfloat16"', '"dtype": "float32"')
     forced(repository, "Fast", source)
+
+
+def six_losses_of_seven(repository):
+    """Runs that share most losses to the last digit, and the others not."""
+    first, *others = logs_in(folder_of(repository, "First"))
+    for number, path in enumerate(others):
+        with_losses_of(path, made.stored(first), 2e-4)
+        for step in (20, 40, 60):
+            edit(path, rf"^(step:{step}/60 train_loss:)\S+", rf"\g<1>2.{number}1828")
+
+
+def hidden_clock(repository):
+    """Twelve seconds of each run of the record's pass beside its clock."""
+    for part, seconds in (("logs", 12), ("baseline", 0)):
+        for path in logs_in(folder_of(repository, "Faster"), part):
+            run = made.stored(path)
+            place = f"{run.batch}:{run.counter}/{run.declared}:{run.start}"
+            result = {"loss": run.val_loss, "time_ms": run.train_time_ms - 1000 * seconds}
+            text = made.log_text(
+                run.run, run.source, run.seed, place, started=run.started, **result
+            )
+            path.write_text(text)
+
+
+def with_a_comment(repository, tail):
+    """A script that differs from its parent's for a reader alone."""
+    forced(repository, "Comment", pairs(repository, "second", tail=tail))
+
+
+def with_a_file(repository, name, size):
+    (folder_of(repository, "First") / "logs" / name).write_bytes(b"\0" * size)
+
+
+def no_pause(repository):
+    """A run starts as soon as the one before it has ended."""
+    paths = sorted(logs_in(folder_of(repository, "First")), key=lambda at: made.stored(at).started)
+    one, other = paths[:2]
+    began = made.stored(one).over
+    edit(other, r"started:\S+", f"started:{began:%Y-%m-%dT%H:%M:%SZ}")
+
+
+def form_that_is_slower(repository, slower):
+    """A change of form whose pairs take longer than those of the last record with a gain."""
+    source = made.source_of("third")
+    times = {"count": 8, "time_ms": round(1.2 * slower * 50_000), "began": LATER}
+    made.write_logs(repository.root, source, made.source_of("second"), **times, slower=slower)
+    forced(repository, "Form", source, is_form=True)
 
 
 def runs_named_alike(repository):

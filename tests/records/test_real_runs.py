@@ -58,7 +58,7 @@ def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("page", ["records/README.md", "README.md"])
-def test_what_the_readme_says_makes_a_record(tmp_path, capsys, page):
+def test_what_the_readme_says_makes_a_record(tmp_path, capsys, no_pause, page):
     """The lines of its block, as they stand there, but for who writes and commits."""
     blocks = re.findall(r"^```\w*\n(.*?)^```$", (helpers.ROOT / page).read_text(), re.DOTALL | re.M)
     lines = next(block for block in blocks if "records submit" in block).splitlines()
