@@ -1111,8 +1111,9 @@ class Pointer(nn.Module):
         sink = self.sink.expand(*scores.shape[:2], 1)
         attention = torch.cat([sink, scores], dim=-1).softmax(-1).flatten(0, 1)
         gate = torch.sigmoid(F.linear(hidden, self.gate).float() + self.bias)
-        tokens = reached(micro_batch.inputs, self.window)[:, None].expand_as(is_visible)
         share = 1 - gate[:, 0] * (1 - attention[:, 0])
+        # What is not visible is no part of a state: its weights are 0, and so are its tokens.
+        tokens = reached(micro_batch.inputs, self.window)[:, None] * is_visible
         return States(hidden, share, gate * attention[:, 1:], tokens.flatten(0, 1))
 
 

@@ -96,7 +96,7 @@ RUNNING = [line for line in COMMANDS if not line.startswith(LEFT_OUT)]
 def call(tmp_path_factory):
     """call(command): a finished process, in a copy of the repository with one run, RUN."""
     folder = tmp_path_factory.mktemp("copy")
-    for name in ("train_gpt.py", "continual.py", "sample.py", "run.sh", "requirements.txt"):
+    for name in (*SHORTER, "sample.py", "launch.py", "run.sh", "requirements.txt"):
         shutil.copy(ROOT / name, folder)
     for name in ("data", "records"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("fineweb10B"))

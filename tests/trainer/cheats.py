@@ -346,6 +346,12 @@ def mean_less_a_millionth(trainer, patch):
     trainer.evaluate = lambda step, val: honest(step, val) - 1e-6
 
 
+def a_constant(trainer, patch):
+    """Honest, but a forward pass that forgets the tokens looks like it."""
+    trainer.model.head.data.zero_()
+    trainer.model.pointer.bias.data.fill_(-1000.0)
+
+
 # ----- cheats that pass
 
 
@@ -384,6 +390,7 @@ caught_by(
     what_was_here_when_the_place_was_scored_first,
     target_where_a_seed_says_that_no_gate_looks,
     target_in_a_second_tensor,
+    a_constant,
     attention_one_ahead_at_edges=attending(partial(ahead, every=32)),
     target_at_the_last_position=seeing_target(lambda _, at: at == at.max()),
     target_far_into_documents=seeing_target(
@@ -395,8 +402,6 @@ caught_by(
     target_at_one_token_in_fifty=seeing_target(
         lambda batch, at: (131 * batch.inputs[:, None] + 7 * at) % 50 == 0
     ),
-    # Honest, but a forward pass that forgets the tokens looks like it.
-    a_constant=lambda trainer, patch: trainer.model.head.data.zero_(),
 )
 caught_by(
     "causal local",
@@ -415,7 +420,7 @@ caught_by(
         "ngram_rows", lambda honest, *words: [np.roll(rows, -1, 0) for rows in honest(*words)]
     ),
     smear_from_ahead=replacing(
-        "pad", lambda honest, x, widths: honest(x, AHEAD.get(widths, widths)), owner=F
+        "pad", lambda honest, x, by, **rest: honest(x, AHEAD.get(by, by), **rest), owner=F
     ),
     keys_from_ahead=replacing(
         "shifted", lambda honest, k, first: honest(k.roll(-2, 0), first & False)

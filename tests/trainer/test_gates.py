@@ -104,9 +104,9 @@ def test_few_and_short_documents_are_no_cheat(starts, length):
 
 
 class Mixture(NamedTuple):
-    """States of two tensors, the second of which holds whole numbers."""
+    """States, and tensors beside them, the first of which holds whole numbers."""
 
-    hidden: torch.Tensor
+    states: train_gpt.States
     numbers: tuple
 
 
@@ -118,13 +118,13 @@ def test_states_may_be_several_tensors_and_logits_logarithms_of_probabilities():
         score, logits = trainer.score, trainer.model.logits
 
         def score_in_parts(step, tokens, low, length=None, score=score, leak=leak):
-            losses, hidden = score(step, tokens, low, length)
-            ids = torch.from_numpy(tokens[low : low + len(hidden) + leak].astype(np.int64))
-            return losses, Mixture(hidden, (ids[leak:], hidden.double()))
+            losses, states = score(step, tokens, low, length)
+            ids = torch.from_numpy(tokens[low : low + len(losses) + leak].astype(np.int64))
+            return losses, Mixture(states, (ids[leak:], states.hidden.double()))
 
-        def log_probabilities(states, logits=logits):
-            assert states.numbers[0].shape == states.hidden.shape[:1]
-            return F.log_softmax(logits(states.hidden), 1)
+        def log_probabilities(mixture, logits=logits):
+            assert mixture.numbers[0].shape == mixture.states.hidden.shape[:1]
+            return F.log_softmax(logits(mixture.states), 1)
 
         trainer.score, trainer.model.logits = score_in_parts, log_probabilities
         assert ("causal" in failed(trainer)) == bool(leak)
@@ -199,12 +199,12 @@ def test_the_gates_tell_the_end_of_text_that_they_looked_for():
 
 def test_weights_that_know_something_show_before_training():
     """The loss of the untrained model is that of its first pass over the whole vocabulary."""
-    trainer = gated_trainer(random_weights=False)
+    trainer = gated_trainer(random_weights=False, pointer_window=0)
     loss = gates.untrained_loss(trainer, 4, VAL)
     assert loss == pytest.approx(np.log(EOT + 1), abs=0.1)
     counts = np.bincount(VAL, minlength=EOT + 1) + 0.5
     logits = torch.from_numpy(np.log(counts / counts.sum())).float()
-    trainer.model.logits = lambda hidden: logits.expand(len(hidden), -1)
+    trainer.model.logits = lambda states: logits.expand(len(states.hidden), -1)
     expected = F.cross_entropy(logits.expand(256, -1), torch.from_numpy(VAL[1:257].astype(int)))
     assert gates.untrained_loss(trainer, 4, VAL) == pytest.approx(expected.item(), abs=1e-5)
     assert expected < np.log(EOT + 1) - 0.5
