@@ -1068,14 +1068,19 @@ class Mixer(nn.Module):
 
 
 class States(NamedTuple):
-    """All that predictions are made of. The probability of token v after a position is
-    share softmax(logits)_v + the sum of weights where tokens are v
+    """All that predictions are made of. The first column of attention is that of the sink, whose
+    share goes back to the softmax. The probability of token v after a position is
+        share softmax(logits)_v + gate (the sum of attention to tokens that are v)
     """
 
     hidden: Tensor  # (T, model_dim), normalised
-    share: Tensor  # (T,) float32
-    weights: Tensor  # (T, n) float32
-    tokens: Tensor  # (T, n) int32
+    gate: Tensor  # (T,) float32
+    attention: Tensor  # (T, n) float32
+    tokens: Tensor  # (T, n) int32; -1: none
+
+    def share(self):
+        """The share of the softmax (T,)."""
+        return 1 - self.gate * (1 - self.attention[:, 0])
 
     def at(self, index):
         """The States at an index of positions."""
@@ -1085,8 +1090,6 @@ class States(NamedTuple):
 class Pointer(nn.Module):
     """Attention of final states on those before them in the segment, which gives probability to the
     tokens that followed these (pointer sentinel mixture, Merity et al. 2016; modded-nanogpt #379).
-
-    A learned sink takes attention that finds nothing; the softmax gets its share.
     """
 
     def __init__(self, config):
@@ -1102,19 +1105,22 @@ class Pointer(nn.Module):
 
     def forward(self, hidden, micro_batch):
         """The States of final hidden states (T, model_dim)."""
-        query, key = (F.normalize(F.linear(hidden, matrix).float()) for matrix in self.query_key)
-        # The key of a token is of the state before it, which the token has followed.
-        keys = reached(F.pad(key, (0, 0, 1, -1)), self.window)
-        scores = self.log_scale.exp() * query.view(len(keys), -1, POINTER_DIM) @ keys.mT
+        both = F.linear(hidden, self.query_key.flatten(0, 1)).float()
+        query, key = F.normalize(both.unflatten(1, (2, -1)), dim=2).unbind(1)
+        # One more channel, in which queries are 1 and keys 0, gives a sink its score.
+        query = F.pad(self.log_scale.exp() * query, (0, 1), value=1.0)
+        # A token's key is of the state before it, which the token has followed.
+        keys = F.pad(reached(F.pad(key, (0, 0, 1, -1)), self.window), (0, 1))
+        sink = F.pad(self.sink, (POINTER_DIM, 0)).expand(len(keys), 1, -1)
         is_visible = visible_keys(micro_batch.segment_start + 1, self.window)
-        scores = scores.masked_fill(~is_visible, -math.inf)
-        sink = self.sink.expand(*scores.shape[:2], 1)
-        attention = torch.cat([sink, scores], dim=-1).softmax(-1).flatten(0, 1)
-        gate = torch.sigmoid(F.linear(hidden, self.gate).float() + self.bias)
-        share = 1 - gate[:, 0] * (1 - attention[:, 0])
-        # What is not visible is no part of a state: its weights are 0, and so are its tokens.
-        tokens = reached(micro_batch.inputs, self.window)[:, None] * is_visible
-        return States(hidden, share, gate * attention[:, 1:], tokens.flatten(0, 1))
+        is_hidden = F.pad(~is_visible, (1, 0))
+        mask = torch.zeros(is_hidden.shape, device=hidden.device).masked_fill(is_hidden, -math.inf)
+        queries = query.view(len(keys), -1, POINTER_DIM + 1)
+        scores = torch.baddbmm(mask, queries, torch.cat([sink, keys], dim=1).mT)
+        tokens = F.pad(reached(micro_batch.inputs, self.window), (1, 0), value=-1)
+        tokens = tokens[:, None].expand_as(is_hidden).masked_fill(is_hidden, -1)
+        gate = torch.sigmoid(F.linear(hidden, self.gate).float() + self.bias)[:, 0]
+        return States(hidden, gate, scores.softmax(-1).flatten(0, 1), tokens.flatten(0, 1))
 
 
 def weighted_sum(weights, states):
@@ -1228,30 +1234,32 @@ class GPT(nn.Module):
         """The States of final hidden states (T, model_dim)."""
         if self.pointer:
             return self.pointer(hidden, micro_batch)
-        tokens = micro_batch.inputs[:, None]
-        return States(hidden, torch.ones(len(hidden), device=hidden.device), 0.0 * tokens, tokens)
+        gate = torch.zeros(len(hidden), device=hidden.device)
+        return States(hidden, gate, gate[:, None], micro_batch.inputs[:, None])
 
     def logits(self, states):
         """Log-probabilities (n, vocab_size), float32, of the next token at n States."""
         cap = self.config.logit_cap
         softmax = below_cap(F.linear(states.hidden, self.head), cap).softmax(-1)
-        probabilities = states.share[:, None] * softmax
-        # One column after the other: so weights of equal tokens are added in a fixed order.
-        for weight, token in zip(states.weights.T, states.tokens.T, strict=True):
-            probabilities.scatter_add_(1, token[:, None].long(), weight[:, None])
+        probabilities = states.share()[:, None] * softmax
+        pointed = (states.gate[:, None] * states.attention)[:, 1:]
+        # One column after the other: so what equal tokens get is added in a fixed order.
+        for probability, token in zip(pointed.T, states.tokens[:, 1:].T, strict=True):
+            token = token.clamp_min(0).long()  # where there is none, the probability is 0
+            probabilities.scatter_add_(1, token[:, None], probability[:, None])
         return probabilities.log()
 
     def forward(self, micro_batch, ngram, phase, loss_weights, rotary):
         """(training loss, summed over tokens; losses (T,) of the next token; States)."""
         hidden = self.hidden(micro_batch, ngram, phase, rotary)
         states = self.states(hidden, micro_batch)
-        is_target = states.tokens == micro_batch.targets[:, None]
-        pointed = (states.weights * is_target).sum(1)
+        is_target = states.tokens == micro_batch.targets.int()[:, None]
+        pointed = states.gate * torch.where(is_target, states.attention, 0.0).sum(1)
         rows = phase.softmax_rows
         cap = self.config.logit_cap
         # A sampled softmax is of one micro-batch, however many the pass has.
         length = self.config.micro_batch_tokens if rows else len(hidden)
-        tensors = hidden, states.share, pointed, micro_batch.targets, micro_batch.segment_start
+        tensors = hidden, states.share(), pointed, micro_batch.targets, micro_batch.segment_start
         chunks = [tensor.split(length) for tensor in tensors]
         total = 0.0
         losses = []
