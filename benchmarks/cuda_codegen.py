@@ -26,6 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch._subclasses import FakeTensorMode
 
@@ -94,6 +95,7 @@ def pretend_h100():
                 answer = staticmethod(answer)
             setattr(place, name, answer)
     torch._C._ensureCUDADeviceGuardSet()
+    torch._subclasses.fake_tensor.init_gpu_context = always(None)  # torch 2.11 asks for a driver
     triton.runtime.driver.set_active(
         Stand(
             get_current_target=always(GPUTarget("cuda", 90, 32)),
@@ -212,6 +214,11 @@ def read_graph(code):
 # ----- what is measured
 
 
+def norm_on_gpu(x, eps):
+    """train_gpt.norm as it is for tensors on a GPU."""
+    return F.rms_norm(x, (x.size(-1),), eps=eps)
+
+
 class Passes:
     """The model of a rank of eight, and its passes over tensors without content."""
 
@@ -325,7 +332,10 @@ def main(argv=None):
         remedy = "take its build for CUDA, as the top of this file says"
         sys.exit(f"error: torch {torch.__version__} has no CUDA; {remedy}")
     pretend_h100()
-    train_gpt.LOSS_CHUNK["cpu"] = train_gpt.LOSS_CHUNK["cuda"]  # where tensors of no content are
+    # Tensors of no content are on the CPU, and what a GPU runs is traced on them.
+    train_gpt.LOSS_CHUNK["cpu"] = train_gpt.LOSS_CHUNK["cuda"]
+    train_gpt.norm = functools.partial(norm_on_gpu, eps=train_gpt.NORM_EPS)
+    train_gpt.draw_parameters = always(None)
     config = dataclasses.replace(train_gpt.TRACKS["fineweb"], seed=1)
     figures = measure(config)
     page, line = report(figures)
