@@ -231,23 +231,23 @@ class Config:
     vocab_size: int = knob(50304, "rows of embedding and head; likewise", 2, 65536)
     eot_token: int = knob(50256, "the largest id, with which documents start; likewise", 1, 65535)
     # --- schedule
-    steps: int = knob(1194, "optimizer steps, the length of every schedule", *OFTEN)
+    steps: int = knob(1285, "optimizer steps, the length of every schedule", *OFTEN)
     micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", *PASS)
     micro_batches_a_pass: int = knob(3, "the most micro-batches of a forward pass", 1, 65536)
     stages: tuple[Stage, ...] = knob(
         (  # start, micro-batches, cap, (short, long) windows, rate, weights of tokens, softmax
             Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 16384),
-            Stage(320 / 1194, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 16384),
-            Stage(681 / 1194, 24, 2560, (640, 1408), 1.73, (1.0,), 16384),
-            Stage(1174 / 1194, 8, 2560, (768, 1664)),
+            Stage(423 / 1285, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 16384),
+            Stage(847 / 1285, 24, 2048, (640, 1408), 1.73, (1.0,), 16384),
+            Stage(1270 / 1285, 24, 2048, (768, 1664), 1.73),
         ),
         "rows of the schedule; fields of a stage are options, too, for all stages",
     )
-    cooldown: Pair = knob((234 / 1194, 1174 / 1194), "rates fall between these fractions", 0, 1)
-    final_lr: float = knob(0.3, "factor of the rates at the end of the cooldown", 0, 1)
-    # Record #92 reports 0.020 nats for the mean and the high final_lr together.
-    mean_share: float = knob(0.25, "last share of the steps, over which weights are averaged", 0, 1)
-    untie_at: float = knob(1174 / 1194, "fraction at which head and embedding part", 0, 1)
+    cooldown: Pair = knob((508 / 1285, 1270 / 1285), "rates fall between these fractions", 0, 1)
+    final_lr: float = knob(0.15, "factor of the rates at the end of the cooldown", 0, 1)
+    mean_share: float = knob(0.1, "last share of the steps, over which weights are averaged", 0, 1)
+    takes_mean: bool = knob(False, "weights go half of the way to that mean, else its loss is told")
+    untie_at: float = knob(0.66, "fraction at which head and embedding part", 0, 1)
     # --- model
     model_dim: int = knob(768, "width of the residual stream", GATE_DIM, 65536)
     head_dim: int = knob(128, "width of an attention head", 4, 65536, 4)
@@ -400,6 +400,9 @@ TRACKS = {
             Stage(0.6, 8, 512, (64, 128), 1.4),
         ),
         cooldown=(0.25, 1.0),
+        final_lr=0.3,
+        mean_share=0.25,
+        takes_mean=True,
         untie_at=0.0,
         model_dim=64,
         layers=(
@@ -1528,6 +1531,7 @@ UPDATE_RULES |= {
 # 8. Ranks =========================================================================================
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
+SAVE_TIMEOUT = datetime.timedelta(hours=2)  # and for rank 0 to write a checkpoint
 # torch 2.13 has renamed these two, and warns of the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -1560,11 +1564,11 @@ class Runtime:
             self.connect()
 
     def use_device(self):
-        """Make the device current in the calling thread. On a CPU an operation gets one thread:
+        """Make the device current in the calling thread. On the host an operation gets one thread:
         more of them would spin while they wait for each other."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        elif "OMP_NUM_THREADS" not in os.environ:
+        if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
 
     def connect(self):
@@ -1587,6 +1591,13 @@ class Runtime:
         if self.world_size == 1:
             return value
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
+
+    def follow_main(self, event):
+        """Let ranks wait until rank 0 is here, too: for longer than in a collective."""
+        if self.world_size > 1 and self.is_main:
+            self.store.set(event, "")
+        elif self.world_size > 1:
+            self.store.wait([event], SAVE_TIMEOUT)
 
     def owned_range(self, length):
         """The range [low, high) of an axis that this rank owns; the last may own fewer."""
@@ -1687,9 +1698,29 @@ def choose_device(name, local_rank):
     if name == "cpu" or (name == "auto" and not has_gpus):
         return torch.device("cpu")
     problem = f"torch {torch.__version__} sees {gpus} GPUs, process {local_rank} has none"
-    remedy = "start one process a GPU, update a driver that is too old, or add --device cpu"
-    require(local_rank < gpus, f"device={name}", problem, remedy)
-    return torch.device("cuda", local_rank)
+    remedy = f"start one process a GPU, or update a driver below {LEAST_DRIVER}, or {OLDER_WHEEL}"
+    require(local_rank < gpus, f"device={name}", problem, f"{remedy}, or add --device cpu")
+    device = torch.device("cuda", local_rank)
+    check_card(device)
+    return device
+
+
+LEAST_DRIVER = "580 (of CUDA 12: 525)"  # by NVIDIA's release notes
+OLDER_WHEEL = "take torch's wheel of https://download.pytorch.org/whl/cu126"
+
+
+def check_card(device):
+    """Raise ConfigError unless torch's wheel has code for a GPU: for its generation, or in NVIDIA's
+    intermediate language `compute`, which serves all later ones."""
+    card = torch.cuda.get_device_capability(device)
+    has_code = False
+    for arch in torch.cuda.get_arch_list():
+        kind, major, minor = re.match(r"(sm|compute)_(\d+)(\d)", arch).groups()
+        serves = int(major) == card[0] or kind == "compute"
+        has_code |= serves and (int(major), int(minor)) <= card
+    problem = f"torch {torch.__version__} has no code for capability {card}"
+    remedy = OLDER_WHEEL if card < (8, 0) else "take a newer wheel of torch"
+    require(has_code, torch.cuda.get_device_name(device), problem, remedy)
 
 
 def to_device(array, device):
@@ -1897,8 +1928,7 @@ class ParameterGroup(Group):
         return travelling
 
     def follow_mean(self, step, part, state):
-        """Update the running mean of the weights of the last `length` steps. After the run's last
-        step the weights go half of the way there (modded-nanogpt, record of 2026-09-28)."""
+        """Update the running mean of the weights of the last `length` steps."""
         config = self.config
         length = round(config.mean_share * config.steps)
         done = step + 1 - (config.steps - length)  # of these steps
@@ -1908,9 +1938,18 @@ class ParameterGroup(Group):
         every = self.row.every
         kept = (1 - 2 / (length + 1)) ** every if done > every else 0.0
         state["mean"].lerp_(weight, 1 - kept)
-        if step + 1 == config.steps:
-            weight.lerp_(state["mean"], 0.5)
+
+    def take_mean(self):
+        """Move weights half of the way to the mean (modded-nanogpt, record of 2026-09-28)."""
+        sent = []
+        for name, param in self.params.items():
+            part = self.part_of(name, param.data)
+            weight = self.state[name].get("master", part)
+            weight.lerp_(self.state[name]["mean"], 0.5)
             part.copy_(weight)
+            if self.is_shared_out:
+                sent.append((name, *self.runtime.gather_ranges(param.data, "validation")))
+        self.receive(self.config.steps - 1, sent)
 
     def receive(self, step, pending):
         for name, whole, work in pending:
@@ -2035,6 +2074,7 @@ class Optimizer:
         small = SmallGroup(config, members["small"], runtime)
         embeddings = EmbeddingGroup("embeddings", config, members["embeddings"], runtime)
         self.matrices = MatrixGroup(config, members["matrices"], runtime)
+        self.config = config
         self.parameter_groups = [small, embeddings, self.matrices]
         self.groups = [small, embeddings, table, self.matrices]
 
@@ -2046,6 +2086,12 @@ class Optimizer:
             pending[group] = group.update(step, lr_mul, pending[group])
         for group in due:
             group.receive(step, pending[group])
+
+    def take_mean(self):
+        """Bring all weights but the table's closer to their mean, behind the run's last step."""
+        for group in self.parameter_groups:
+            if not group.is_frozen and self.config.mean_share:
+                group.take_mean()
 
 
 # 10. The table ====================================================================================
@@ -2526,6 +2572,38 @@ def evaluation_phase(config, step, length):
     return Phase(windows, length)
 
 
+def peak_memory(config, runtime):
+    """The peak memory of a rank's GPU in GiB, by estimate."""
+    dim = config.model_dim
+    layers = len(config.layers)
+    matrices = 4 * dim**2 * len(config.layers_with("attends")) + 2 * dim * config.mlp_dim * layers
+    embeddings = (2 + len(config.layers_with("value_embedding"))) * dim * config.vocab_size
+    counts = [micro_batches_of_pass(config, step, runtime) for step in range(config.steps)]
+    rows = max(stage.softmax_rows or config.vocab_size for stage in config.stages)
+    # Factors of what a pass keeps of a token in a layer are by generated code (NOTES, 2026-11-29).
+    of_token = layers * (16.2 * dim + 2.2 * config.mlp_dim)
+    narrow = 2 * (matrices + embeddings)  # with gradients
+    narrow += max(counts) * config.micro_batch_tokens * of_token + 2 * LOSS_CHUNK["cuda"] * rows
+    # Masters, moments, means and the table, which ranks share out
+    wide = 3 * matrices + 4 * embeddings + dim * config.ngram_rows * bool(config.ngram_orders)
+    size = config.torch_dtype.itemsize
+    return 1 + (size * narrow + 4 * wide / runtime.world_size) / 2**30  # one is CUDA's own
+
+
+def check_memory(config, runtime, free):
+    """A line: what a rank takes of so many free GiB. Raises ConfigError where it takes more, with
+    the options that help: smaller passes first, then fewer rows of the table."""
+    tries = [{"micro_batches_a_pass": n} for n in range(config.micro_batches_a_pass, 0, -1)]
+    tries += [{**tries[-1], "ngram_rows": config.ngram_rows >> n} for n in range(1, 8)]
+    peaks = [peak_memory(dataclasses.replace(config, **values), runtime) for values in tries]
+    words = f"{peaks[0]:.1f} GiB by estimate, {free:.1f} are free"
+    remedy = "take more GPUs, or larger ones"
+    for values in [values for values, peak in zip(tries, peaks, strict=True) if peak < free][:1]:
+        remedy = f"add {' '.join(f'--{k} {v}' for k, v in values.items())}".replace("_", "-")
+    require(peaks[0] < free, "memory", words, remedy)
+    return f"memory: {words}"
+
+
 class Trainer:
     """Model, table, optimizer and compiled forward pass of one run: what training, evaluation and
     sampling share."""
@@ -2647,7 +2725,8 @@ def warm_up(trainer, first_step=0, tell=lambda text: None):
     rng_state = torch.get_rng_state()
     length = max(config.micro_batch_tokens, config.val_batch_tokens)
     tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
-    tokens[0] = config.eot_token
+    # Documents as long as the shortest cap: no stage tells attention of less than it meets.
+    tokens[:: min(stage.document_cap for stage in config.stages)] = config.eot_token
     passage = contiguous_passage(tokens, config.eot_token, 0, config.micro_batch_tokens)
 
     def training(step):
@@ -2659,12 +2738,13 @@ def warm_up(trainer, first_step=0, tell=lambda text: None):
     def validation(step):
         trainer.score(step, tokens, 0)
 
-    # What changes of the table; a copy of all rows would be too large.
+    # On the host, where there is room, and of the table only what changes.
     rows = plan_rows([passage], config, runtime).rows_to_update
     kept = []
     for group in trainer.optimizer.groups:
         index = rows if group is trainer.table else ...
-        kept += [(tensor, index, tensor[index].clone()) for tensor in group.tensors().values()]
+        for tensor in group.tensors().values():
+            kept.append((tensor, index, tensor[index].to("cpu", copy=True)))
     ahead = range(first_step, config.steps)
     firsts = {stage_at(config, step): step for step in reversed(ahead)}.values()  # of each stage
     # At the last step all groups are updated.
@@ -2680,7 +2760,7 @@ def warm_up(trainer, first_step=0, tell=lambda text: None):
     for group in trainer.optimizer.parameter_groups:
         group.clear_gradients()
     for tensor, index, values in kept:
-        tensor[index] = values
+        tensor[index] = values.to(tensor.device)
     torch.set_rng_state(rng_state)
     if state_digest(trainer) != before:
         raise RuntimeError("the state after warm-up is not bitwise the state before it")
@@ -2713,9 +2793,12 @@ def train(run):
                 with clock.stopped():
                     run.save()
             batch = upcoming
+    is_new = run.first_step < config.steps
+    if is_new and config.takes_mean:
+        trainer.optimizer.take_mean()
     clock.switch()
 
-    if run.first_step < config.steps:  # else it is what the run was resumed from
+    if is_new:  # else it is what the run was resumed from
         try:
             run.save("checkpoint.pt")
         except OSError as error:  # told behind the result, which needs no checkpoint
@@ -2873,8 +2956,9 @@ def validation_hash(val):
 
 # 14. Command line =================================================================================
 
-# Fields that do not say what is computed: a run with other values of these may still be a record.
+# Fields that change nothing but the order of sums: a run with other values may still be a record.
 NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
+NEUTRAL_FIELDS |= {"micro_batches_a_pass"}
 # Fields that may change when a run is resumed: its corpus may have moved.
 RESUMED_FIELDS = {"data", "device", "log_every", "save_every", "resume"}
 
@@ -3193,6 +3277,9 @@ class Run:
         self.corpus.require_same(data, f"{config.data}: another rank has another corpus there")
         self.val_sets = {"val_loss": self.corpus.val}  # validation tokens by the name of their loss
         torch.manual_seed(seed)
+        if is_check and runtime.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(runtime.device)
+            log.line(check_memory(config, runtime, free / 2**30))
         self.trainer = Trainer(config, runtime)
         self.folder = Path("logs", run_id)
         if checkpoint is not None:
@@ -3247,6 +3334,10 @@ class Run:
 
     def validate(self):
         """Log the validation losses by name, and return them. The clock stands still."""
+        small = self.trainer.optimizer.groups[0].state["small"]["master"]
+        digest = hashlib.sha256(small.cpu().numpy()).hexdigest()
+        if self.runtime.agree(f"small {self.step}", digest) != digest:
+            raise RuntimeError(f"ranks hold different small parameters at step {self.step}")
         val_sets = self.val_sets.items()
         losses = {name: self.trainer.evaluate(self.step, val) for name, val in val_sets}
         self.log_losses(losses)
@@ -3267,13 +3358,14 @@ class Run:
             "rng": torch.get_rng_state(),
             "seconds": [self.clock.total, self.clock.processor],
         }
-        if not self.log.is_main:
-            return
-        name = name or f"step_{self.step:06d}.pt"
-        save_checkpoint(self.folder / name, content)
-        for old in sorted(self.folder.glob("step_*.pt"))[:-2]:
-            old.unlink()
-            old.with_suffix(".sha256").unlink(missing_ok=True)
+        try:
+            if self.log.is_main:
+                save_checkpoint(self.folder / (name or f"step_{self.step:06d}.pt"), content)
+                for old in sorted(self.folder.glob("step_*.pt"))[:-2]:
+                    old.unlink()
+                    old.with_suffix(".sha256").unlink(missing_ok=True)
+        finally:
+            self.runtime.follow_main(f"saved {self.step}")
 
     def end_if_asked(self):
         """Raise KeyboardInterrupt once a signal has reached a rank, at a step that all ranks agree
@@ -3375,7 +3467,11 @@ class Run:
         sizes = np.array(self.corpus.manifest["token_bytes"])
         val_bytes = int(sizes[self.corpus.val[1:]].sum())  # 0: not known
         bits = loss * config.val_tokens / math.log(2)
-        log.line(f"bits_per_byte:{bits / (val_bytes or math.nan):.5f} val_bytes:{val_bytes}")
+        words = f"bits_per_byte:{bits / (val_bytes or math.nan):.5f} val_bytes:{val_bytes}"
+        if config.mean_share and not config.takes_mean:  # what it would have been
+            self.trainer.optimizer.take_mean()
+            words += f" mean_val_loss:{self.trainer.evaluate(self.step, self.corpus.val):.5f}"
+        log.line(words)
         gates = [f" {name}:{'ok' if is_passed else 'FAILED'}" for name, is_passed in passed.items()]
         validity = f"validity:{''.join(gates) or 'unchecked'}"
         sha256 = validation_hash(self.corpus.val)
@@ -3404,7 +3500,7 @@ ENDINGS = (  # what can end a program, the exit status, and what the status line
     (KeyboardInterrupt, 130, "interrupted"),
     (ConfigError, 2, "error {said}"),
     (FloatingPointError, 1, "nan {said}; start another run with a lower learning rate"),
-    (MemoryError, 1, "oom {said}; lower micro_batches_a_pass, micro_batch_tokens or ngram_rows"),
+    (MemoryError, 1, "oom {said}; lower micro_batches_a_pass to 1, then ngram_rows"),
     (OSError, 1, "error {said}; check the path, and that the disk is not full"),
 )
 
