@@ -2714,8 +2714,9 @@ def state_digest(trainer):
 
 
 def warm_up(trainer, first_step=0, tell=lambda text: None):
-    """Compile and run, on synthetic tokens, each kind of step and of validation that is ahead of a
-    run at `first_step`. Then put the state back: digests prove that it is bitwise what it was.
+    """Compile and run, on documents that no stage cuts, each kind of step and of validation that is
+    ahead of a run at `first_step`, and its last step, in which all groups are updated. Then put the
+    state back: digests prove that it is bitwise what it was.
 
     tell: called with a line after each of them; it may raise an error to end the run.
     """
@@ -2725,7 +2726,6 @@ def warm_up(trainer, first_step=0, tell=lambda text: None):
     rng_state = torch.get_rng_state()
     length = max(config.micro_batch_tokens, config.val_batch_tokens)
     tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
-    # Documents as long as the shortest cap: no stage tells attention of less than it meets.
     tokens[:: min(stage.document_cap for stage in config.stages)] = config.eot_token
     passage = contiguous_passage(tokens, config.eot_token, 0, config.micro_batch_tokens)
 
@@ -2738,21 +2738,19 @@ def warm_up(trainer, first_step=0, tell=lambda text: None):
     def validation(step):
         trainer.score(step, tokens, 0)
 
-    # On the host, where there is room, and of the table only what changes.
     rows = plan_rows([passage], config, runtime).rows_to_update
-    kept = []
+    kept = []  # on the host, and of the table only what changes
     for group in trainer.optimizer.groups:
         index = rows if group is trainer.table else ...
         for tensor in group.tensors().values():
             kept.append((tensor, index, tensor[index].to("cpu", copy=True)))
     ahead = range(first_step, config.steps)
     firsts = {stage_at(config, step): step for step in reversed(ahead)}.values()  # of each stage
-    # At the last step all groups are updated.
     calls = [(training, step) for step in sorted({*firsts, *ahead[-1:]})]
     calls += [(validation, step) for step in firsts if config.val_every]
-    calls.append((validation, config.steps))
+    calls += [(validation, config.steps)]
     # Where code is compiled, the second call is the first without compilation.
-    for work, step in calls * (2 if config.compile else 1):
+    for work, step in calls * (1 + config.compile):
         began = time.perf_counter()
         work(step)
         runtime.synchronize()
