@@ -869,6 +869,28 @@ def gates(config, outputs, **rule):
     return ruled(torch.zeros(outputs, GATE_DIM, dtype=config.torch_dtype), **rule)
 
 
+class TokenRows(torch.autograd.Function):
+    """Rows (U, dim) of an embedding (V, dim), those of distinct tokens (U,).
+
+    Their gradient is added to these rows of the embedding's, where autograd would make one of the
+    whole vocabulary in each pass, and add that.
+    """
+
+    @staticmethod
+    def forward(ctx, param, tokens):
+        ctx.param = param
+        ctx.save_for_backward(tokens)
+        return param[tokens]
+
+    @staticmethod
+    def backward(ctx, grad):
+        param = ctx.param
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        param.grad.index_add_(0, *ctx.saved_tensors, grad)
+        return None, None
+
+
 @torch.no_grad()
 def draw_parameters(model, seed):
     """Draw the first values of a model's parameters, each with a generator of its own, seeded by
@@ -901,7 +923,7 @@ class GateMLP(nn.Module):
 class Scene(NamedTuple):
     """What all blocks of a forward pass read."""
 
-    inputs: Tensor  # (T,) int32 token ids
+    slots: Tensor  # (T,) int32: where each token's rows stand among those of the embeddings
     position: Tensor  # (T,) of each token in its segment
     embedded: Tensor  # (T, model_dim), normalised
     ngram: Tensor  # (T, model_dim), the sum of each token's rows of the table
@@ -971,11 +993,12 @@ class Block(nn.Module):
         x = self.residual_scale[0] * x + self.embed_scale[0] * scene.embedded
         return x + gate(x, self.ngram_gate) * scene.ngram
 
-    def attention(self, x, scene, mixture=None, head_gates=None):
+    def attention(self, x, scene, value_rows=None, mixture=None, head_gates=None):
         """What attention adds to the residual stream, computed from x (T, model_dim).
 
-        mixture (T, model_dim), or None, is added to the values. head_gates: (T, heads), or None;
-        each token scales each head's output by 1 + its own.
+        value_rows (U, model_dim): of the layer's value embedding, see token_rows. mixture
+        (T, model_dim), or None, is added to the values. head_gates: (T, heads), or None; each token
+        scales each head's output by 1 + its own.
         """
         config = self.config
         layer = self.layer
@@ -987,7 +1010,7 @@ class Block(nn.Module):
         qkv = F.linear(x_normed, weights).view(len(x), -1, config.head_dim)
         qk, v = qkv.split([2 * heads, heads], dim=1)
         if layer.value_embedding:
-            embedded = F.embedding(scene.inputs, self.value_embed)
+            embedded = F.embedding(scene.slots, value_rows)
             half = GATE_DIM // 2
             gated_by = torch.cat([x_normed[:, :half], embedded[:, :half]], dim=1)
             v = v + gate(gated_by, self.value_gate)[..., None] * embedded.view_as(v)
@@ -1090,35 +1113,43 @@ class GPT(nn.Module):
                 masks[kind] = self.back_end.mask(micro_batch, window, positions, phase, dtype)
         return masks
 
-    def embedded(self, inputs, position):
-        """Each token's embedding with a gated share of the one before it in its segment."""
-        x = F.embedding(inputs, self.embed)
+    def token_rows(self, tokens):
+        """{name: rows (U, model_dim)} of all embeddings, for distinct tokens (U,)."""
+        rows = {}
+        for name, param in self.named_parameters():
+            if param.rule.group == "embeddings":
+                rows[name] = TokenRows.apply(param, tokens)
+                torch._dynamo.maybe_mark_dynamic(rows[name], 0)  # one graph serves any number
+        return rows
+
+    def embedded(self, x, position):
+        """The embeddings of tokens (T, model_dim), each with a gated share of the one before it in
+        its segment."""
         share = torch.sigmoid(F.linear(x[:, :GATE_DIM], self.smear_gate))
         share = share.masked_fill((position == 0)[:, None], 0)
         before = F.pad(x, (0, 0, 1, -1))
         return norm(x + self.smear_scale[0] * share * before)
 
-    def copied(self, x, micro_batch):
+    def copied(self, x, micro_batch, head_rows):
         """The sum of the head's rows of each token's copies, (T, model_dim), each weighted by its
-        order and by x (T, model_dim)."""
+        order and by x (T, model_dim). head_rows: see token_rows."""
         is_there = micro_batch.guesses >= 0
-        # Where there is no copy, the current token has weight 0: no row is read by all tokens.
-        token = micro_batch.guesses.where(is_there, micro_batch.inputs[:, None])
         weights = self.copy_scale + F.linear(norm(x)[:, :GATE_DIM], self.copy_gate)
-        rows = F.embedding(token, norm(self.head))
+        rows = F.embedding(micro_batch.slots[:, 1:], norm(head_rows))
         return ((weights * is_there)[..., None] * rows).sum(1).to(x.dtype)
 
-    def hidden(self, micro_batch, ngram, phase, rotary):
+    def hidden(self, micro_batch, ngram, phase, rotary, rows):
         """Final hidden states (T, model_dim), normalised.
 
         ngram: (T, model_dim), the sum of each token's rows of the table. rotary: what rotary_tables
-        returns.
+        returns. rows: what token_rows returns.
         """
-        inputs = micro_batch.inputs
+        slots = micro_batch.slots[:, 0]
         start = micro_batch.segment_start
         position = torch.arange(len(start), device=start.device) - start
-        x = self.embedded(inputs, position)
-        scene = Scene(inputs, position, x, ngram, rotary, self.masks(micro_batch, phase))
+        x = self.embedded(F.embedding(slots, rows["embed"]), position)
+        value_rows = [rows.get(f"blocks.{n}.value_embed") for n in range(len(self.blocks))]
+        scene = Scene(slots, position, x, ngram, rotary, self.masks(micro_batch, phase))
         outputs = []  # of the blocks so far
         states = []  # that the mixer reads
         attended = None  # what attention reads in place of the residual stream
@@ -1140,7 +1171,8 @@ class GPT(nn.Module):
                 x = x + addend
             if layer.attends:
                 attention_input = x if attended is None else attended
-                x = x + block.attention(attention_input, scene, mixture, head_gates.get(number))
+                own = value_rows[number], mixture, head_gates.get(number)
+                x = x + block.attention(attention_input, scene, *own)
             x = x + block.feed_forward(x, scene)
             outputs.append(x)
             if layer.feeds_attention:
@@ -1150,18 +1182,18 @@ class GPT(nn.Module):
         x = x + gate(x, self.ngram_gate) * ngram
         if self.mixer:
             for number in self.config.layers_with("value_embedding")[:1]:
-                states.append(F.embedding(inputs, self.blocks[number].value_embed))
+                states.append(F.embedding(slots, value_rows[number]))
             x = x + self.mixer.leave(x, states)
-        return norm(x + self.copied(x, micro_batch))
+        return norm(x + self.copied(x, micro_batch, rows["head"]))
 
     def logits(self, hidden):
         """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
         cap = self.config.logit_cap
         return cap[0] + below_cap(F.linear(hidden, self.head), cap)
 
-    def forward(self, micro_batch, ngram, phase, loss_weights, rotary):
+    def forward(self, micro_batch, ngram, phase, loss_weights, rotary, rows):
         """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""
-        hidden = self.hidden(micro_batch, ngram, phase, rotary)
+        hidden = self.hidden(micro_batch, ngram, phase, rotary, rows)
         rows = phase.softmax_rows
         cap = self.config.logit_cap
         # A sampled softmax is of one micro-batch, however many the pass has.
@@ -2411,6 +2443,8 @@ class MicroBatch(NamedTuple):
     segment_start: Tensor  # (T,) int32: index in [0, T) at which the token's segment starts
     segment_bounds: Tensor  # (S + 1,) int32: where the S segments start, then T
     guesses: Tensor  # (T, G) int32: at the next token, see copies()
+    tokens: Tensor  # (U,) int64: the distinct ids of inputs and guesses, rising
+    slots: Tensor  # (T, 1 + G) int32: where in `tokens` the input and the guesses stand
 
 
 class Batch(NamedTuple):
@@ -2432,15 +2466,24 @@ def make_pass(passages, config, device):
         targets.append(passage.text[passage.position + 1])
         starts.append(passage.segment_start + number * len(passage.position))
         guesses.append(copies(passage, config))
+    inputs = np.concatenate(inputs, dtype=np.int32)
+    guesses = np.concatenate(guesses)
+    # Where there is no guess, the input stands, with weight 0: no row is read by all tokens.
+    ids = np.column_stack([inputs, np.where(guesses < 0, inputs[:, None], guesses)])
+    is_read = np.zeros(config.vocab_size, bool)
+    is_read[ids] = True
+    slots = np.cumsum(is_read, dtype=np.int32)[ids] - 1
     start = np.concatenate(starts, dtype=np.int32)
     first = np.flatnonzero(start == np.arange(len(start)))
     bounds = np.append(first, len(start)).astype(np.int32)
     return MicroBatch(
-        inputs=to_device(np.concatenate(inputs, dtype=np.int32), device),
+        inputs=to_device(inputs, device),
         targets=to_device(np.concatenate(targets, dtype=np.int64), device),
         segment_start=to_device(start, device),
         segment_bounds=to_device(bounds, device),
-        guesses=to_device(np.concatenate(guesses), device),
+        guesses=to_device(guesses, device),
+        tokens=to_device(np.flatnonzero(is_read), device),
+        slots=to_device(slots, device),
     )
 
 
@@ -2635,7 +2678,8 @@ class Trainer:
         dim = config.head_dim
         rotary = self.rotary_tables(positions, dim, windows, device, config.torch_dtype)
         weights = to_device(np.array(loss_weights, np.float32), device)
-        return self.forward(micro_batch, ngram, phase, weights, rotary)
+        rows = self.model.token_rows(micro_batch.tokens)
+        return self.forward(micro_batch, ngram, phase, weights, rotary, rows)
 
     def accumulate(self, step, batch, upcoming=None):
         """Add up the gradients of this rank's passes, autograd's in the parameters' `grad`. Returns

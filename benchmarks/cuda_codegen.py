@@ -34,6 +34,7 @@ import train_gpt
 from benchmarks import common
 
 BYTES_PER_S = 3.35e12  # of an H100 SXM's memory
+DISTINCT = 6000  # tokens of a pass, about as many as on FineWeb
 
 
 # ----- a device that is not there
@@ -232,7 +233,7 @@ class Passes:
         self.forward = generator.compile(self.model, dynamic=False, fullgraph=True)
 
     def make(self, step, length, phase, loss_weights):
-        """(summed loss, rows of n-grams) of a pass over `length` tokens before a step."""
+        """The summed loss of a pass over `length` tokens before a step."""
         config = self.config
         dtype = config.torch_dtype
         micro_batch = train_gpt.MicroBatch(
@@ -241,21 +242,23 @@ class Passes:
             segment_start=torch.empty(length, dtype=torch.int32),
             segment_bounds=torch.empty(length // 400, dtype=torch.int32),
             guesses=torch.empty(length, len(config.copy_orders), dtype=torch.int32),
+            tokens=torch.empty(DISTINCT, dtype=torch.int64),
+            slots=torch.empty(length, 1 + len(config.copy_orders), dtype=torch.int32),
         )
         ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)
         windows = train_gpt.long_windows_until(config, step)
         rotary = train_gpt.rotary_tables(2 * length, config.head_dim, windows, "cpu", dtype)
         weights = torch.empty(len(loss_weights))
-        loss, *_ = self.forward(micro_batch, ngram, phase, weights, rotary)
-        return loss, ngram
+        rows = self.model.token_rows(micro_batch.tokens)
+        loss, *_ = self.forward(micro_batch, ngram, phase, weights, rotary, rows)
+        return loss
 
     def train(self, step):
         config = self.config
         count = train_gpt.micro_batches_of_pass(config, step, self)
         phase = train_gpt.training_phase(config, step)
         weights = train_gpt.loss_weights_at(config, step)
-        loss, ngram = self.make(step, count * config.micro_batch_tokens, phase, weights)
-        torch.autograd.grad(loss, [*self.model.parameters(), ngram], allow_unused=True)
+        self.make(step, count * config.micro_batch_tokens, phase, weights).backward()
 
     @torch.no_grad()
     def validate(self, step):

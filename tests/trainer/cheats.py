@@ -394,7 +394,7 @@ caught_by(
     attention_one_ahead=attending(ahead),
     target_unless_noise=seeing_target(lambda batch, at: (batch.inputs < 128).float().mean() > 0.9),
     successors_from_behind=seeing_successors(lambda tokens, low: tokens[low:]),
-    inputs_are_the_targets=reading(lambda batch: batch._replace(inputs=batch.targets.int())),
+    inputs_are_the_targets=reading(lambda batch: batch._replace(slots=batch.slots.roll(-1, 0))),
     rows_of_the_next_token=replacing(
         "ngram_rows", lambda honest, *words: [np.roll(rows, -1, 0) for rows in honest(*words)]
     ),
