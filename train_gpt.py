@@ -231,23 +231,23 @@ class Config:
     vocab_size: int = knob(50304, "rows of embedding and head; likewise", 2, 65536)
     eot_token: int = knob(50256, "the largest id, with which documents start; likewise", 1, 65535)
     # --- schedule
-    steps: int = knob(1194, "optimizer steps, the length of every schedule", *OFTEN)
+    steps: int = knob(1285, "optimizer steps, the length of every schedule", *OFTEN)
     micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", *PASS)
     micro_batches_a_pass: int = knob(3, "the most micro-batches of a forward pass", 1, 65536)
     stages: tuple[Stage, ...] = knob(
         (  # start, micro-batches, cap, (short, long) windows, rate, weights of tokens, softmax
             Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 16384),
-            Stage(320 / 1194, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 16384),
-            Stage(681 / 1194, 24, 2560, (640, 1408), 1.73, (1.0,), 16384),
-            Stage(1174 / 1194, 8, 2560, (768, 1664)),
+            Stage(423 / 1285, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 16384),
+            Stage(847 / 1285, 24, 2048, (640, 1408), 1.73, (1.0,), 16384),
+            Stage(1270 / 1285, 24, 2048, (768, 1664), 1.73),
         ),
         "rows of the schedule; fields of a stage are options, too, for all stages",
     )
-    cooldown: Pair = knob((234 / 1194, 1174 / 1194), "rates fall between these fractions", 0, 1)
-    final_lr: float = knob(0.3, "factor of the rates at the end of the cooldown", 0, 1)
-    # Record #92 reports 0.020 nats for the mean and the high final_lr together.
-    mean_share: float = knob(0.25, "last share of the steps, over which weights are averaged", 0, 1)
-    untie_at: float = knob(1174 / 1194, "fraction at which head and embedding part", 0, 1)
+    cooldown: Pair = knob((508 / 1285, 1270 / 1285), "rates fall between these fractions", 0, 1)
+    final_lr: float = knob(0.15, "factor of the rates at the end of the cooldown", 0, 1)
+    mean_share: float = knob(0.1, "last share of the steps, over which weights are averaged", 0, 1)
+    takes_mean: bool = knob(False, "weights go half of the way to that mean, else its loss is told")
+    untie_at: float = knob(0.66, "fraction at which head and embedding part", 0, 1)
     # --- model
     model_dim: int = knob(768, "width of the residual stream", GATE_DIM, 65536)
     head_dim: int = knob(128, "width of an attention head", 4, 65536, 4)
@@ -402,6 +402,9 @@ TRACKS = {
             Stage(0.6, 8, 512, (64, 128), 1.4),
         ),
         cooldown=(0.25, 1.0),
+        final_lr=0.3,
+        mean_share=0.25,
+        takes_mean=True,
         untie_at=0.0,
         model_dim=64,
         layers=(
@@ -888,6 +891,28 @@ def gates(config, outputs, **rule):
     return ruled(torch.zeros(outputs, GATE_DIM, dtype=config.torch_dtype), **rule)
 
 
+class TokenRows(torch.autograd.Function):
+    """Rows (U, dim) of an embedding (V, dim), those of distinct tokens (U,).
+
+    Their gradient is added to these rows of the embedding's, where autograd would make one of the
+    whole vocabulary in each pass, and add that.
+    """
+
+    @staticmethod
+    def forward(ctx, param, tokens):
+        ctx.param = param
+        ctx.save_for_backward(tokens)
+        return param[tokens]
+
+    @staticmethod
+    def backward(ctx, grad):
+        param = ctx.param
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        param.grad.index_add_(0, *ctx.saved_tensors, grad)
+        return None, None
+
+
 @torch.no_grad()
 def draw_parameters(model, seed):
     """Draw the first values of a model's parameters, each with a generator of its own, seeded by
@@ -920,7 +945,7 @@ class GateMLP(nn.Module):
 class Scene(NamedTuple):
     """What all blocks of a forward pass read."""
 
-    inputs: Tensor  # (T,) int32 token ids
+    slots: Tensor  # (T,) int32: where each token's rows stand among those of the embeddings
     position: Tensor  # (T,) of each token in its segment
     embedded: Tensor  # (T, model_dim), normalised
     ngram: Tensor  # (T, model_dim), the sum of each token's rows of the table
@@ -990,11 +1015,12 @@ class Block(nn.Module):
         x = self.residual_scale[0] * x + self.embed_scale[0] * scene.embedded
         return x + gate(x, self.ngram_gate) * scene.ngram
 
-    def attention(self, x, scene, mixture=None, head_gates=None):
+    def attention(self, x, scene, value_rows=None, mixture=None, head_gates=None):
         """What attention adds to the residual stream, computed from x (T, model_dim).
 
-        mixture (T, model_dim), or None, is added to the values. head_gates: (T, heads), or None;
-        each token scales each head's output by 1 + its own.
+        value_rows (U, model_dim): of the layer's value embedding, see token_rows. mixture
+        (T, model_dim), or None, is added to the values. head_gates: (T, heads), or None; each token
+        scales each head's output by 1 + its own.
         """
         config = self.config
         layer = self.layer
@@ -1006,7 +1032,7 @@ class Block(nn.Module):
         qkv = F.linear(x_normed, weights).view(len(x), -1, config.head_dim)
         qk, v = qkv.split([2 * heads, heads], dim=1)
         if layer.value_embedding:
-            embedded = F.embedding(scene.inputs, self.value_embed)
+            embedded = F.embedding(scene.slots, value_rows)
             half = GATE_DIM // 2
             gated_by = torch.cat([x_normed[:, :half], embedded[:, :half]], dim=1)
             v = v + gate(gated_by, self.value_gate)[..., None] * embedded.view_as(v)
@@ -1166,35 +1192,43 @@ class GPT(nn.Module):
                 masks[kind] = self.back_end.mask(micro_batch, window, positions, phase, dtype)
         return masks
 
-    def embedded(self, inputs, position):
-        """Each token's embedding with a gated share of the one before it in its segment."""
-        x = F.embedding(inputs, self.embed)
+    def token_rows(self, tokens):
+        """{name: rows (U, model_dim)} of all embeddings, for distinct tokens (U,)."""
+        rows = {}
+        for name, param in self.named_parameters():
+            if param.rule.group == "embeddings":
+                rows[name] = TokenRows.apply(param, tokens)
+                torch._dynamo.maybe_mark_dynamic(rows[name], 0)  # one graph serves any number
+        return rows
+
+    def embedded(self, x, position):
+        """The embeddings of tokens (T, model_dim), each with a gated share of the one before it in
+        its segment."""
         share = torch.sigmoid(F.linear(x[:, :GATE_DIM], self.smear_gate))
         share = share.masked_fill((position == 0)[:, None], 0)
         before = F.pad(x, (0, 0, 1, -1))
         return norm(x + self.smear_scale[0] * share * before)
 
-    def copied(self, x, micro_batch):
+    def copied(self, x, micro_batch, head_rows):
         """The sum of the head's rows of each token's copies, (T, model_dim), each weighted by its
-        order and by x (T, model_dim)."""
+        order and by x (T, model_dim). head_rows: see token_rows."""
         is_there = micro_batch.guesses >= 0
-        # Where there is no copy, the current token has weight 0: no row is read by all tokens.
-        token = micro_batch.guesses.where(is_there, micro_batch.inputs[:, None])
         weights = self.copy_scale + F.linear(norm(x)[:, :GATE_DIM], self.copy_gate)
-        rows = F.embedding(token, norm(self.head))
+        rows = F.embedding(micro_batch.slots[:, 1:], norm(head_rows))
         return ((weights * is_there)[..., None] * rows).sum(1).to(x.dtype)
 
-    def hidden(self, micro_batch, ngram, phase, rotary):
+    def hidden(self, micro_batch, ngram, phase, rotary, rows):
         """Final hidden states (T, model_dim), normalised.
 
         ngram: (T, model_dim), the sum of each token's rows of the table. rotary: what rotary_tables
-        returns.
+        returns. rows: what token_rows returns.
         """
-        inputs = micro_batch.inputs
+        slots = micro_batch.slots[:, 0]
         start = micro_batch.segment_start
         position = torch.arange(len(start), device=start.device) - start
-        x = self.embedded(inputs, position)
-        scene = Scene(inputs, position, x, ngram, rotary, self.masks(micro_batch, phase))
+        x = self.embedded(F.embedding(slots, rows["embed"]), position)
+        value_rows = [rows.get(f"blocks.{n}.value_embed") for n in range(len(self.blocks))]
+        scene = Scene(slots, position, x, ngram, rotary, self.masks(micro_batch, phase))
         outputs = []  # of the blocks so far
         states = []  # that the mixer reads
         attended = None  # what attention reads in place of the residual stream
@@ -1216,7 +1250,8 @@ class GPT(nn.Module):
                 x = x + addend
             if layer.attends:
                 attention_input = x if attended is None else attended
-                x = x + block.attention(attention_input, scene, mixture, head_gates.get(number))
+                own = value_rows[number], mixture, head_gates.get(number)
+                x = x + block.attention(attention_input, scene, *own)
             x = x + block.feed_forward(x, scene)
             outputs.append(x)
             if layer.feeds_attention:
@@ -1226,9 +1261,9 @@ class GPT(nn.Module):
         x = x + gate(x, self.ngram_gate) * ngram
         if self.mixer:
             for number in self.config.layers_with("value_embedding")[:1]:
-                states.append(F.embedding(inputs, self.blocks[number].value_embed))
+                states.append(F.embedding(slots, value_rows[number]))
             x = x + self.mixer.leave(x, states)
-        return norm(x + self.copied(x, micro_batch))
+        return norm(x + self.copied(x, micro_batch, rows["head"]))
 
     def states(self, hidden, micro_batch):
         """The States of final hidden states (T, model_dim)."""
@@ -1249,9 +1284,9 @@ class GPT(nn.Module):
             probabilities.scatter_add_(1, token[:, None], probability[:, None])
         return probabilities.log()
 
-    def forward(self, micro_batch, ngram, phase, loss_weights, rotary):
+    def forward(self, micro_batch, ngram, phase, loss_weights, rotary, rows):
         """(training loss, summed over tokens; losses (T,) of the next token; States)."""
-        hidden = self.hidden(micro_batch, ngram, phase, rotary)
+        hidden = self.hidden(micro_batch, ngram, phase, rotary, rows)
         states = self.states(hidden, micro_batch)
         is_target = states.tokens == micro_batch.targets.int()[:, None]
         pointed = states.gate * torch.where(is_target, states.attention, 0.0).sum(1)
@@ -1624,6 +1659,7 @@ UPDATE_RULES |= {
 # 8. Ranks =========================================================================================
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
+SAVE_TIMEOUT = datetime.timedelta(hours=2)  # and for rank 0 to write a checkpoint
 # torch 2.13 has renamed these two, and warns of the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -1656,11 +1692,11 @@ class Runtime:
             self.connect()
 
     def use_device(self):
-        """Make the device current in the calling thread. On a CPU an operation gets one thread:
+        """Make the device current in the calling thread. On the host an operation gets one thread:
         more of them would spin while they wait for each other."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        elif "OMP_NUM_THREADS" not in os.environ:
+        if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
 
     def connect(self):
@@ -1683,6 +1719,13 @@ class Runtime:
         if self.world_size == 1:
             return value
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
+
+    def follow_main(self, event):
+        """Let ranks wait until rank 0 is here, too: for longer than in a collective."""
+        if self.world_size > 1 and self.is_main:
+            self.store.set(event, "")
+        elif self.world_size > 1:
+            self.store.wait([event], SAVE_TIMEOUT)
 
     def owned_range(self, length):
         """The range [low, high) of an axis that this rank owns; the last may own fewer."""
@@ -1783,9 +1826,29 @@ def choose_device(name, local_rank):
     if name == "cpu" or (name == "auto" and not has_gpus):
         return torch.device("cpu")
     problem = f"torch {torch.__version__} sees {gpus} GPUs, process {local_rank} has none"
-    remedy = "start one process a GPU, update a driver that is too old, or add --device cpu"
-    require(local_rank < gpus, f"device={name}", problem, remedy)
-    return torch.device("cuda", local_rank)
+    remedy = f"start one process a GPU, or update a driver below {LEAST_DRIVER}, or {OLDER_WHEEL}"
+    require(local_rank < gpus, f"device={name}", problem, f"{remedy}, or add --device cpu")
+    device = torch.device("cuda", local_rank)
+    check_card(device)
+    return device
+
+
+LEAST_DRIVER = "580 (of CUDA 12: 525)"  # by NVIDIA's release notes
+OLDER_WHEEL = "take torch's wheel of https://download.pytorch.org/whl/cu126"
+
+
+def check_card(device):
+    """Raise ConfigError unless torch's wheel has code for a GPU: for its generation, or in NVIDIA's
+    intermediate language `compute`, which serves all later ones."""
+    card = torch.cuda.get_device_capability(device)
+    has_code = False
+    for arch in torch.cuda.get_arch_list():
+        kind, major, minor = re.match(r"(sm|compute)_(\d+)(\d)", arch).groups()
+        serves = int(major) == card[0] or kind == "compute"
+        has_code |= serves and (int(major), int(minor)) <= card
+    problem = f"torch {torch.__version__} has no code for capability {card}"
+    remedy = OLDER_WHEEL if card < (8, 0) else "take a newer wheel of torch"
+    require(has_code, torch.cuda.get_device_name(device), problem, remedy)
 
 
 def to_device(array, device):
@@ -1993,8 +2056,7 @@ class ParameterGroup(Group):
         return travelling
 
     def follow_mean(self, step, part, state):
-        """Update the running mean of the weights of the last `length` steps. After the run's last
-        step the weights go half of the way there (modded-nanogpt, record of 2026-09-28)."""
+        """Update the running mean of the weights of the last `length` steps."""
         config = self.config
         length = round(config.mean_share * config.steps)
         done = step + 1 - (config.steps - length)  # of these steps
@@ -2004,9 +2066,18 @@ class ParameterGroup(Group):
         every = self.row.every
         kept = (1 - 2 / (length + 1)) ** every if done > every else 0.0
         state["mean"].lerp_(weight, 1 - kept)
-        if step + 1 == config.steps:
-            weight.lerp_(state["mean"], 0.5)
+
+    def take_mean(self):
+        """Move weights half of the way to the mean (modded-nanogpt, record of 2026-09-28)."""
+        sent = []
+        for name, param in self.params.items():
+            part = self.part_of(name, param.data)
+            weight = self.state[name].get("master", part)
+            weight.lerp_(self.state[name]["mean"], 0.5)
             part.copy_(weight)
+            if self.is_shared_out:
+                sent.append((name, *self.runtime.gather_ranges(param.data, "validation")))
+        self.receive(self.config.steps - 1, sent)
 
     def receive(self, step, pending):
         for name, whole, work in pending:
@@ -2131,6 +2202,7 @@ class Optimizer:
         small = SmallGroup(config, members["small"], runtime)
         embeddings = EmbeddingGroup("embeddings", config, members["embeddings"], runtime)
         self.matrices = MatrixGroup(config, members["matrices"], runtime)
+        self.config = config
         self.parameter_groups = [small, embeddings, self.matrices]
         self.groups = [small, embeddings, table, self.matrices]
 
@@ -2142,6 +2214,12 @@ class Optimizer:
             pending[group] = group.update(step, lr_mul, pending[group])
         for group in due:
             group.receive(step, pending[group])
+
+    def take_mean(self):
+        """Bring all weights but the table's closer to their mean, behind the run's last step."""
+        for group in self.parameter_groups:
+            if not group.is_frozen and self.config.mean_share:
+                group.take_mean()
 
 
 # 10. The table ====================================================================================
@@ -2461,6 +2539,8 @@ class MicroBatch(NamedTuple):
     segment_start: Tensor  # (T,) int32: index in [0, T) at which the token's segment starts
     segment_bounds: Tensor  # (S + 1,) int32: where the S segments start, then T
     guesses: Tensor  # (T, G) int32: at the next token, see copies()
+    tokens: Tensor  # (U,) int64: the distinct ids of inputs and guesses, rising
+    slots: Tensor  # (T, 1 + G) int32: where in `tokens` the input and the guesses stand
 
 
 class Batch(NamedTuple):
@@ -2482,15 +2562,24 @@ def make_pass(passages, config, device):
         targets.append(passage.text[passage.position + 1])
         starts.append(passage.segment_start + number * len(passage.position))
         guesses.append(copies(passage, config))
+    inputs = np.concatenate(inputs, dtype=np.int32)
+    guesses = np.concatenate(guesses)
+    # Where there is no guess, the input stands, with weight 0: no row is read by all tokens.
+    ids = np.column_stack([inputs, np.where(guesses < 0, inputs[:, None], guesses)])
+    is_read = np.zeros(config.vocab_size, bool)
+    is_read[ids] = True
+    slots = np.cumsum(is_read, dtype=np.int32)[ids] - 1
     start = np.concatenate(starts, dtype=np.int32)
     first = np.flatnonzero(start == np.arange(len(start)))
     bounds = np.append(first, len(start)).astype(np.int32)
     return MicroBatch(
-        inputs=to_device(np.concatenate(inputs, dtype=np.int32), device),
+        inputs=to_device(inputs, device),
         targets=to_device(np.concatenate(targets, dtype=np.int64), device),
         segment_start=to_device(start, device),
         segment_bounds=to_device(bounds, device),
-        guesses=to_device(np.concatenate(guesses), device),
+        guesses=to_device(guesses, device),
+        tokens=to_device(np.flatnonzero(is_read), device),
+        slots=to_device(slots, device),
     )
 
 
@@ -2622,6 +2711,38 @@ def evaluation_phase(config, step, length):
     return Phase(windows, length)
 
 
+def peak_memory(config, runtime):
+    """The peak memory of a rank's GPU in GiB, by estimate."""
+    dim = config.model_dim
+    layers = len(config.layers)
+    matrices = 4 * dim**2 * len(config.layers_with("attends")) + 2 * dim * config.mlp_dim * layers
+    embeddings = (2 + len(config.layers_with("value_embedding"))) * dim * config.vocab_size
+    counts = [micro_batches_of_pass(config, step, runtime) for step in range(config.steps)]
+    rows = max(stage.softmax_rows or config.vocab_size for stage in config.stages)
+    # Factors of what a pass keeps of a token in a layer are by generated code (NOTES, 2026-11-29).
+    of_token = layers * (16.2 * dim + 2.2 * config.mlp_dim)
+    narrow = 2 * (matrices + embeddings)  # with gradients
+    narrow += max(counts) * config.micro_batch_tokens * of_token + 2 * LOSS_CHUNK["cuda"] * rows
+    # Masters, moments, means and the table, which ranks share out
+    wide = 3 * matrices + 4 * embeddings + dim * config.ngram_rows * bool(config.ngram_orders)
+    size = config.torch_dtype.itemsize
+    return 1 + (size * narrow + 4 * wide / runtime.world_size) / 2**30  # one is CUDA's own
+
+
+def check_memory(config, runtime, free):
+    """A line: what a rank takes of so many free GiB. Raises ConfigError where it takes more, with
+    the options that help: smaller passes first, then fewer rows of the table."""
+    tries = [{"micro_batches_a_pass": n} for n in range(config.micro_batches_a_pass, 0, -1)]
+    tries += [{**tries[-1], "ngram_rows": config.ngram_rows >> n} for n in range(1, 8)]
+    peaks = [peak_memory(dataclasses.replace(config, **values), runtime) for values in tries]
+    words = f"{peaks[0]:.1f} GiB by estimate, {free:.1f} are free"
+    remedy = "take more GPUs, or larger ones"
+    for values in [values for values, peak in zip(tries, peaks, strict=True) if peak < free][:1]:
+        remedy = f"add {' '.join(f'--{k} {v}' for k, v in values.items())}".replace("_", "-")
+    require(peaks[0] < free, "memory", words, remedy)
+    return f"memory: {words}"
+
+
 class Trainer:
     """Model, table, optimizer and compiled forward pass of one run: what training, evaluation and
     sampling share."""
@@ -2653,7 +2774,8 @@ class Trainer:
         dim = config.head_dim
         rotary = self.rotary_tables(positions, dim, windows, device, config.torch_dtype)
         weights = to_device(np.array(loss_weights, np.float32), device)
-        return self.forward(micro_batch, ngram, phase, weights, rotary)
+        rows = self.model.token_rows(micro_batch.tokens)
+        return self.forward(micro_batch, ngram, phase, weights, rotary, rows)
 
     def accumulate(self, step, batch, upcoming=None):
         """Add up the gradients of this rank's passes, autograd's in the parameters' `grad`. Returns
@@ -2732,8 +2854,9 @@ def state_digest(trainer):
 
 
 def warm_up(trainer, first_step=0, tell=lambda text: None):
-    """Compile and run, on synthetic tokens, each kind of step and of validation that is ahead of a
-    run at `first_step`. Then put the state back: digests prove that it is bitwise what it was.
+    """Compile and run, on documents that no stage cuts, each kind of step and of validation that is
+    ahead of a run at `first_step`, and its last step, in which all groups are updated. Then put the
+    state back: digests prove that it is bitwise what it was.
 
     tell: called with a line after each of them; it may raise an error to end the run.
     """
@@ -2743,7 +2866,7 @@ def warm_up(trainer, first_step=0, tell=lambda text: None):
     rng_state = torch.get_rng_state()
     length = max(config.micro_batch_tokens, config.val_batch_tokens)
     tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
-    tokens[0] = config.eot_token
+    tokens[:: min(stage.document_cap for stage in config.stages)] = config.eot_token
     passage = contiguous_passage(tokens, config.eot_token, 0, config.micro_batch_tokens)
 
     def training(step):
@@ -2755,20 +2878,19 @@ def warm_up(trainer, first_step=0, tell=lambda text: None):
     def validation(step):
         trainer.score(step, tokens, 0)
 
-    # What changes of the table; a copy of all rows would be too large.
     rows = plan_rows([passage], config, runtime).rows_to_update
-    kept = []
+    kept = []  # on the host, and of the table only what changes
     for group in trainer.optimizer.groups:
         index = rows if group is trainer.table else ...
-        kept += [(tensor, index, tensor[index].clone()) for tensor in group.tensors().values()]
+        for tensor in group.tensors().values():
+            kept.append((tensor, index, tensor[index].to("cpu", copy=True)))
     ahead = range(first_step, config.steps)
     firsts = {stage_at(config, step): step for step in reversed(ahead)}.values()  # of each stage
-    # At the last step all groups are updated.
     calls = [(training, step) for step in sorted({*firsts, *ahead[-1:]})]
     calls += [(validation, step) for step in firsts if config.val_every]
-    calls.append((validation, config.steps))
+    calls += [(validation, config.steps)]
     # Where code is compiled, the second call is the first without compilation.
-    for work, step in calls * (2 if config.compile else 1):
+    for work, step in calls * (1 + config.compile):
         began = time.perf_counter()
         work(step)
         runtime.synchronize()
@@ -2776,7 +2898,7 @@ def warm_up(trainer, first_step=0, tell=lambda text: None):
     for group in trainer.optimizer.parameter_groups:
         group.clear_gradients()
     for tensor, index, values in kept:
-        tensor[index] = values
+        tensor[index] = values.to(tensor.device)
     torch.set_rng_state(rng_state)
     if state_digest(trainer) != before:
         raise RuntimeError("the state after warm-up is not bitwise the state before it")
@@ -2809,9 +2931,12 @@ def train(run):
                 with clock.stopped():
                     run.save()
             batch = upcoming
+    is_new = run.first_step < config.steps
+    if is_new and config.takes_mean:
+        trainer.optimizer.take_mean()
     clock.switch()
 
-    if run.first_step < config.steps:  # else it is what the run was resumed from
+    if is_new:  # else it is what the run was resumed from
         try:
             run.save("checkpoint.pt")
         except OSError as error:  # told behind the result, which needs no checkpoint
@@ -2969,8 +3094,9 @@ def validation_hash(val):
 
 # 14. Command line =================================================================================
 
-# Fields that do not say what is computed: a run with other values of these may still be a record.
+# Fields that change nothing but the order of sums: a run with other values may still be a record.
 NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
+NEUTRAL_FIELDS |= {"micro_batches_a_pass"}
 # Fields that may change when a run is resumed: its corpus may have moved.
 RESUMED_FIELDS = {"data", "device", "log_every", "save_every", "resume"}
 
@@ -3289,6 +3415,9 @@ class Run:
         self.corpus.require_same(data, f"{config.data}: another rank has another corpus there")
         self.val_sets = {"val_loss": self.corpus.val}  # validation tokens by the name of their loss
         torch.manual_seed(seed)
+        if is_check and runtime.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(runtime.device)
+            log.line(check_memory(config, runtime, free / 2**30))
         self.trainer = Trainer(config, runtime)
         self.folder = Path("logs", run_id)
         if checkpoint is not None:
@@ -3343,6 +3472,10 @@ class Run:
 
     def validate(self):
         """Log the validation losses by name, and return them. The clock stands still."""
+        small = self.trainer.optimizer.groups[0].state["small"]["master"]
+        digest = hashlib.sha256(small.cpu().numpy()).hexdigest()
+        if self.runtime.agree(f"small {self.step}", digest) != digest:
+            raise RuntimeError(f"ranks hold different small parameters at step {self.step}")
         val_sets = self.val_sets.items()
         losses = {name: self.trainer.evaluate(self.step, val) for name, val in val_sets}
         self.log_losses(losses)
@@ -3363,13 +3496,14 @@ class Run:
             "rng": torch.get_rng_state(),
             "seconds": [self.clock.total, self.clock.processor],
         }
-        if not self.log.is_main:
-            return
-        name = name or f"step_{self.step:06d}.pt"
-        save_checkpoint(self.folder / name, content)
-        for old in sorted(self.folder.glob("step_*.pt"))[:-2]:
-            old.unlink()
-            old.with_suffix(".sha256").unlink(missing_ok=True)
+        try:
+            if self.log.is_main:
+                save_checkpoint(self.folder / (name or f"step_{self.step:06d}.pt"), content)
+                for old in sorted(self.folder.glob("step_*.pt"))[:-2]:
+                    old.unlink()
+                    old.with_suffix(".sha256").unlink(missing_ok=True)
+        finally:
+            self.runtime.follow_main(f"saved {self.step}")
 
     def end_if_asked(self):
         """Raise KeyboardInterrupt once a signal has reached a rank, at a step that all ranks agree
@@ -3471,7 +3605,11 @@ class Run:
         sizes = np.array(self.corpus.manifest["token_bytes"])
         val_bytes = int(sizes[self.corpus.val[1:]].sum())  # 0: not known
         bits = loss * config.val_tokens / math.log(2)
-        log.line(f"bits_per_byte:{bits / (val_bytes or math.nan):.5f} val_bytes:{val_bytes}")
+        words = f"bits_per_byte:{bits / (val_bytes or math.nan):.5f} val_bytes:{val_bytes}"
+        if config.mean_share and not config.takes_mean:  # what it would have been
+            self.trainer.optimizer.take_mean()
+            words += f" mean_val_loss:{self.trainer.evaluate(self.step, self.corpus.val):.5f}"
+        log.line(words)
         gates = [f" {name}:{'ok' if is_passed else 'FAILED'}" for name, is_passed in passed.items()]
         validity = f"validity:{''.join(gates) or 'unchecked'}"
         sha256 = validation_hash(self.corpus.val)
@@ -3500,7 +3638,7 @@ ENDINGS = (  # what can end a program, the exit status, and what the status line
     (KeyboardInterrupt, 130, "interrupted"),
     (ConfigError, 2, "error {said}"),
     (FloatingPointError, 1, "nan {said}; start another run with a lower learning rate"),
-    (MemoryError, 1, "oom {said}; lower micro_batches_a_pass, micro_batch_tokens or ngram_rows"),
+    (MemoryError, 1, "oom {said}; lower micro_batches_a_pass to 1, then ngram_rows"),
     (OSError, 1, "error {said}; check the path, and that the disk is not full"),
 )
 

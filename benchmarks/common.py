@@ -190,6 +190,8 @@ def trained(config):
         began = time.process_time()
         for step in range(config.steps):
             training.step(step)
+        if config.takes_mean:
+            training.trainer.optimizer.take_mean()
         seconds = time.process_time() - began
         return training.loss(), seconds
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch._subclasses import FakeTensorMode
 
@@ -33,6 +34,7 @@ import train_gpt
 from benchmarks import common
 
 BYTES_PER_S = 3.35e12  # of an H100 SXM's memory
+DISTINCT = 6000  # tokens of a pass, about as many as on FineWeb
 
 
 # ----- a device that is not there
@@ -94,6 +96,7 @@ def pretend_h100():
                 answer = staticmethod(answer)
             setattr(place, name, answer)
     torch._C._ensureCUDADeviceGuardSet()
+    torch._subclasses.fake_tensor.init_gpu_context = always(None)  # torch 2.11 asks for a driver
     triton.runtime.driver.set_active(
         Stand(
             get_current_target=always(GPUTarget("cuda", 90, 32)),
@@ -212,6 +215,11 @@ def read_graph(code):
 # ----- what is measured
 
 
+def norm_on_gpu(x, eps):
+    """train_gpt.norm as it is for tensors on a GPU."""
+    return F.rms_norm(x, (x.size(-1),), eps=eps)
+
+
 class Passes:
     """The model of a rank of eight, and its passes over tensors without content."""
 
@@ -225,7 +233,7 @@ class Passes:
         self.forward = generator.compile(self.model, dynamic=False, fullgraph=True)
 
     def make(self, step, length, phase, loss_weights):
-        """(summed loss, rows of n-grams) of a pass over `length` tokens before a step."""
+        """The summed loss of a pass over `length` tokens before a step."""
         config = self.config
         dtype = config.torch_dtype
         micro_batch = train_gpt.MicroBatch(
@@ -234,21 +242,23 @@ class Passes:
             segment_start=torch.empty(length, dtype=torch.int32),
             segment_bounds=torch.empty(length // 400, dtype=torch.int32),
             guesses=torch.empty(length, len(config.copy_orders), dtype=torch.int32),
+            tokens=torch.empty(DISTINCT, dtype=torch.int64),
+            slots=torch.empty(length, 1 + len(config.copy_orders), dtype=torch.int32),
         )
         ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)
         windows = train_gpt.long_windows_until(config, step)
         rotary = train_gpt.rotary_tables(2 * length, config.head_dim, windows, "cpu", dtype)
         weights = torch.empty(len(loss_weights))
-        loss, *_ = self.forward(micro_batch, ngram, phase, weights, rotary)
-        return loss, ngram
+        rows = self.model.token_rows(micro_batch.tokens)
+        loss, *_ = self.forward(micro_batch, ngram, phase, weights, rotary, rows)
+        return loss
 
     def train(self, step):
         config = self.config
         count = train_gpt.micro_batches_of_pass(config, step, self)
         phase = train_gpt.training_phase(config, step)
         weights = train_gpt.loss_weights_at(config, step)
-        loss, ngram = self.make(step, count * config.micro_batch_tokens, phase, weights)
-        torch.autograd.grad(loss, [*self.model.parameters(), ngram], allow_unused=True)
+        self.make(step, count * config.micro_batch_tokens, phase, weights).backward()
 
     @torch.no_grad()
     def validate(self, step):
@@ -325,7 +335,10 @@ def main(argv=None):
         remedy = "take its build for CUDA, as the top of this file says"
         sys.exit(f"error: torch {torch.__version__} has no CUDA; {remedy}")
     pretend_h100()
-    train_gpt.LOSS_CHUNK["cpu"] = train_gpt.LOSS_CHUNK["cuda"]  # where tensors of no content are
+    # Tensors of no content are on the CPU, and what a GPU runs is traced on them.
+    train_gpt.LOSS_CHUNK["cpu"] = train_gpt.LOSS_CHUNK["cuda"]
+    train_gpt.norm = functools.partial(norm_on_gpu, eps=train_gpt.NORM_EPS)
+    train_gpt.draw_parameters = always(None)
     config = dataclasses.replace(train_gpt.TRACKS["fineweb"], seed=1)
     figures = measure(config)
     page, line = report(figures)

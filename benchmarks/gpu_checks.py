@@ -1,14 +1,15 @@
-"""Check the track fineweb on a GPU, in two calls of some minutes.
+"""Check the track fineweb on a GPU, in two calls: both within fifteen minutes, by estimate.
 
     python benchmarks/gpu_checks.py whole      run the trainer's own command through all its parts
-    python benchmarks/gpu_checks.py profile    time a step of stage 1, and say where the time goes
+    python benchmarks/gpu_checks.py profile    time its stages, and say where the time goes
     python benchmarks/gpu_checks.py profile --beside FILE      then time another checkout's trainer
     python benchmarks/gpu_checks.py CALL --device cpu --tiny   try a call out without a GPU
 
-The first call builds the text in .cache/: the dictionary of the track english in GPT-2's tokens.
-A machine without a GPU can build it, too; --data takes another text. Compiled code is kept there.
-A call prints each finding at once, with the seconds so far and a verdict, and writes it to
-benchmarks/results/gpu_CALL.txt (tiny_CALL.txt): a call that is cut leaves what it has found.
+On a bare machine without a network call `whole`, then `profile`, which finds compiled code in
+.cache. Carry the repository and .cache/english_gpt2, 9 MB: the dictionary of the track english in
+GPT-2's tokens, which a first call builds (--data takes another text). It takes torch, numpy,
+tiktoken and 20 GB of disk. Copy back benchmarks/results/gpu_*.txt: each finding goes there at once,
+with the seconds so far and a verdict. On a CPU a tiny `whole` compiles for a quarter of an hour.
 Exit status: 0 all passed, 1 something failed, 2 no CUDA device.
 """
 
@@ -35,9 +36,11 @@ from benchmarks import common
 torch = train_gpt.torch
 FINEWEB = train_gpt.TRACKS["fineweb"]
 SMALLER = {"ngram_rows": 2**18, "val_tokens": 131_072, "val_batch_tokens": 16_384, "seed": 1}
-OF_ENGLISH = ("model_dim", "head_dim", "mlp_dim", "micro_batches_a_pass", "dtype", "compile")
+OF_ENGLISH = ("model_dim", "head_dim", "mlp_dim", "micro_batches_a_pass", "dtype")
 TINY = {name: getattr(common.TRACK, name) for name in OF_ENGLISH}
 TINY |= {"micro_batch_tokens": 256, "val_tokens": 1024, "val_batch_tokens": 512}
+LAYERS = (0, 6, 7, 10)  # which have all kinds
+TINY["layers"] = tuple({**vars(FINEWEB.layers[n]), "skip": int(n == 6)} for n in LAYERS)
 KINDS = {  # of kernels, by their names
     "attention": "flash|attention",
     "products": "nvjet|gemm|cutlass|aten::(mm|addmm|bmm)$",
@@ -70,12 +73,11 @@ class Report:
         self.line(f"{verdict:4} {item}: {shown}")
 
 
-def values_of(arguments, count):
-    """{field: value} of what a call changes of the track. It takes the first `count` stages, each
-    for an equal share of the steps."""
-    rows = [dataclasses.asdict(stage) for stage in FINEWEB.stages[:count]]
+def values_of(arguments):
+    """{field: value} of what a call changes of the track: all stages take equally many steps."""
+    rows = [dataclasses.asdict(stage) for stage in FINEWEB.stages]
     for number, row in enumerate(rows):
-        row["start"] = number / count
+        row["start"] = number / len(rows)
         if arguments.tiny:
             row["micro_batches"] //= 4
             row["softmax_rows"] //= 32
@@ -88,7 +90,7 @@ def values_of(arguments, count):
 
 SAVED = 8  # the step behind which it validates and saves
 KILLED = 10  # the step behind which the first process is killed
-LOGGED = re.compile(r"^step:(\d+)/\d+ train_loss:(\S+) .*train_time:(\d+)ms", re.MULTILINE)
+LOGGED = re.compile(r"^step:(\d+)/\d+ train_loss:(\S+) ", re.MULTILINE)
 
 
 def printed(words, report, until=None):
@@ -111,12 +113,11 @@ def printed(words, report, until=None):
 def check_whole(arguments, report):
     """Train four steps of each stage, with untying and both validations; kill it, and go on."""
     note = report.note
-    count = len(FINEWEB.stages)
-    steps = 4 * count
+    steps = 4 * len(FINEWEB.stages)
     run_id = f"gpu_checks_{os.getpid()}"
     values = {"track": "fineweb", "steps": steps, "log_every": 1, "run_id": run_id}
     values |= {"save_every": SAVED, "val_every": SAVED, "untie_at": (KILLED + 2) / steps}
-    words = common.words_of({**values, **values_of(arguments, count)})
+    words = common.words_of({**values, **values_of(arguments)})
     text = printed(words, report, until=KILLED)
     note("killed", f"behind step {KILLED}", ok="status:" not in text)
     text += printed(["--resume", run_id], report)
@@ -127,20 +128,17 @@ def check_whole(arguments, report):
     parts["end"] = "status:ok"
     for part, due in parts.items():
         note(part, due, ok=due in text)
-    logged = [(int(step), float(loss), int(ms)) for step, loss, ms in LOGGED.findall(text)]
-    losses = {step: loss for step, loss, _ in logged}
-    times = {step: ms for step, _, ms in logged}
+    logged = [(int(step), float(loss)) for step, loss in LOGGED.findall(text)]
+    losses = dict(logged)
     note("losses", list(losses.values()), ok=[*losses] == [*range(1, steps + 1)])
-    again = [abs(loss - losses[step]) for step, loss, _ in logged[SAVED:KILLED]]
+    again = [abs(loss - losses[step]) for step, loss in logged[SAVED:KILLED]]
     # On CUDA bits cannot agree: gradients of attention and of embeddings are summed by atomics.
     largest = 0.0 if arguments.device == "cpu" else 0.01
     is_near = len(logged) == steps + KILLED - SAVED and max(again) <= largest
     note("resumed losses less those before", again, ok=is_near)
-    for stage in range(1, count + 1):
-        spent = times[4 * stage] - times[4 * stage - 1]
-        note(f"ms of the last step of stage {stage}", spent, ok=spent >= 0)
-    final = float(re.search(r"^final val_loss:(\S+)", text, re.MULTILINE)[1])
-    note("final validation", final, ok=final < losses[1])
+    for what, key in (("validation", "final val_loss"), ("that of the mean", " mean_val_loss")):
+        loss = float(re.search(rf"{key}:(\S+)", text)[1])
+        note(f"final {what}", loss, ok=loss < losses[1])
 
 
 # ----- a profile
@@ -190,6 +188,40 @@ def compare_with_plain(training, note):
         note(f"gradient of {name}, compiled less eager", apart, ok=is_near)
 
 
+def start_at(training, step):
+    """Let the loader go on with the batch of this step, and the peak of memory begin anew."""
+    training.loader.close()
+    shards = training.corpus.shards
+    training.loader = train_gpt.TrainLoader(training.config, shards, training.runtime, step)
+    if training.runtime.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def profile_stages(training, note):
+    """Take three steps of each stage, of which the first compiles: their times and memory."""
+    runtime = training.runtime
+    for stage, first in enumerate(range(0, training.config.steps, 25), start=1):
+        start_at(training, first)
+        take(training, first, 1)
+        _, (loader, _, took) = take(training, first + 1, 2)
+        note(f"stage {stage}, ms a step, and of it in next_batch", [round(took), round(loader)])
+        note(f"stage {stage}, peak memory, MiB", runtime.peak_memory_mib())
+    estimate = 1024 * train_gpt.peak_memory(training.config, runtime)
+    note("peak memory by the estimate of --check, MiB", estimate)
+
+
+def compare_rates(training, kept, note):
+    """Take the first 25 steps at the table's rate and at a third of it, from the state `kept`."""
+    table = training.trainer.table
+    for rate in (FINEWEB.ngram_lr, FINEWEB.ngram_lr / 3):
+        for tensor, values in kept:
+            tensor.copy_(values)
+        table.row = table.row._replace(lr=rate)
+        start_at(training, 0)
+        losses, _ = take(training, 0, 25)
+        note(f"mean loss of steps 16 to 25, ngram_lr {rate:.2g}", sum(losses[15:]) / 10)
+
+
 def profile_steps(training, note):
     """Take ten steps to warm up and ten timed ones, and note where the time goes."""
     device = training.runtime.device
@@ -223,19 +255,23 @@ def profile_steps(training, note):
 
 
 def check_profile(arguments, report):
-    """Time the first stage, in this checkout and in another one's file."""
-    values = values_of(arguments, 1)
-    values |= {"steps": 100, "untie_at": 1.0, "cooldown": (1.0, 1.0)}
+    """Time the stages in this checkout, and the first one in another checkout's file."""
+    values = values_of(arguments)
+    values |= {"steps": 25 * len(values["stages"]), "untie_at": 1.0, "cooldown": (0.99, 1.0)}
     for path in filter(None, (train_gpt.__file__, arguments.beside)):
         report.line(path)
-        if arguments.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         spec = importlib.util.spec_from_file_location("profiled", path)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         config = module.with_values(module.TRACKS["fineweb"], values)
         with contextlib.closing(common.Training(config, module)) as training:
+            groups = training.trainer.optimizer.groups
+            tensors = [tensor for group in groups for tensor in group.tensors().values()]
+            kept = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
             profile_steps(training, report.note)
+            if path == train_gpt.__file__:
+                profile_stages(training, report.note)
+                compare_rates(training, kept, report.note)
         del training  # or its memory would count in the next one's peak
 
 

@@ -72,6 +72,53 @@ def test_a_rank_that_hangs_ends_the_run_within_the_timeout(tiny, tmp_path, monke
     assert re.match("status:error RuntimeError: .*([Tt]imed out|timeout)", run.log[-1])
 
 
+@pytest.mark.slow
+def test_ranks_wait_for_a_save_longer_than_for_each_other(tiny, tmp_path, monkeypatch):
+    honest = train_gpt.save_checkpoint
+
+    def slow(*words):
+        time.sleep(12)
+        honest(*words)
+
+    def before():  # ranks are connected
+        train_gpt.save_checkpoint = slow
+
+    monkeypatch.setattr(train_gpt, "TIMEOUT", datetime.timedelta(seconds=8))  # ranks inherit it
+    run = ranks.train(tmp_path, {**tiny, "run_id": "slow"}, world_size=2, before=before)
+    assert run.code == 0 and run.lines[-1].startswith("status:ok "), run.stdout + run.stderr
+
+
+def test_where_a_save_fails_the_others_go_on(tiny, tmp_path):
+    def before():
+        def full(*words):
+            raise OSError("no space")
+
+        train_gpt.save_checkpoint = full
+
+    run = ranks.train(tmp_path, {**tiny, "run_id": "full"}, world_size=2, before=before)
+    assert run.code == 1 and "no space" in run.lines[-1] and run.result["val_loss"]
+
+
+def test_ranks_whose_small_parameters_differ_end_at_validation(tiny, tmp_path, monkeypatch):
+    """In one bit of one rank, where no collective would bring them together again."""
+
+    def before():
+        honest = train_gpt.SmallGroup.receive
+
+        def receive(self, step, pending):
+            if self.runtime.rank == 1 and step == 1:
+                self.state["small"]["master"].view(torch.int32)[5] ^= 1
+            honest(self, step, pending)
+
+        train_gpt.SmallGroup.receive = receive
+
+    monkeypatch.setattr(ranks, "LAST_SECONDS", 1)
+    values = {**tiny, "val_every": 2, "run_id": "apart"}
+    run = ranks.train(tmp_path, values, world_size=2, before=before)
+    assert run.code == 1
+    assert "ranks hold different small parameters at step 2" in run.stdout + run.stderr
+
+
 def test_nodes_that_see_different_checkpoints_are_refused(tiny, tmp_path, monkeypatch):
     def before():
         if os.environ["RANK"] == "1":

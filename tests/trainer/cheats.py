@@ -415,7 +415,7 @@ caught_by(
         lambda x, batch: (x, batch._replace(inputs=batch.targets.int()))
     ),
     pointing_by_the_next_state=pointing(lambda x, batch: (x.roll(-1, 0), batch)),
-    inputs_are_the_targets=reading(lambda batch: batch._replace(inputs=batch.targets.int())),
+    inputs_are_the_targets=reading(lambda batch: batch._replace(slots=batch.slots.roll(-1, 0))),
     rows_of_the_next_token=replacing(
         "ngram_rows", lambda honest, *words: [np.roll(rows, -1, 0) for rows in honest(*words)]
     ),

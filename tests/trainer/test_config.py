@@ -57,6 +57,7 @@ def test_a_field_of_a_stage_is_an_option_for_all_stages():
 def test_only_what_differs_from_the_track_is_an_override(corpus):
     assert parsed("") == (ENGLISH, {})
     neutral = {"seed": 3, "device": "cpu", "log_every": 3, "save_every": 4, "run_id": "a"}
+    neutral |= {"micro_batches_a_pass": 2}
     words = shlex.join(arguments({"steps": ENGLISH.steps, "adam_lr": 0.5, **neutral}))
     config, overrides = parsed(words)
     assert overrides == {"adam_lr": 0.5}

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import helpers
 import train_gpt
@@ -231,6 +232,10 @@ def test_an_epoch_covers_each_shard_exactly_once():
             where = positions(micro_batch, first)
             assert np.array_equal(shard[where], micro_batch.inputs.numpy())
             assert np.array_equal(shard[where + 1], micro_batch.targets.numpy())
+            tokens, slots = micro_batch.tokens, micro_batch.slots
+            read = torch.cat([micro_batch.inputs[:, None], micro_batch.guesses], dim=1)
+            assert torch.equal(tokens, read[read >= 0].unique())
+            assert torch.equal(tokens[slots], read.where(read >= 0, read[:, :1]).long())
 
 
 def test_the_order_depends_on_the_seed_and_the_epoch_alone():

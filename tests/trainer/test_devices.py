@@ -1,8 +1,10 @@
 """What a run asks of its GPUs, on probes of torch's that tell of machines that are not here."""
 
+import contextlib
 import importlib.util
 import inspect
 import os
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 import train_gpt
-from helpers import passage_of, tiny_config
+from helpers import passage_of, ranks, tiny_config
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -27,13 +29,17 @@ def gpus(monkeypatch):
         monkeypatch.setattr(os.path, "exists", lambda path: driver.get(path, exists(path)))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         answers = {"is_available": count > 0, "device_count": count, "set_device": None}
+        answers |= {"get_arch_list": ["sm_75", "sm_80", "sm_90", "compute_90"]}
+        answers |= {"get_device_name": "a GPU"}
         for name, answer in {**answers, "get_device_capability": capability}.items():
             monkeypatch.setattr(torch.cuda, name, lambda *words, answer=answer: answer)
 
     return see
 
 
-UNSEEN = r"^device=auto: torch \S+ sees 0 GPUs, .* update a driver .* --device cpu$"
+UNSEEN = (
+    r"^device=auto: torch \S+ sees 0 GPUs, .* update a driver below 580 .*/cu126, .* --device cpu$"
+)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +68,81 @@ def test_the_device_of_a_process(device, count, has_driver, variables, expected,
             train_gpt.Runtime(device)
     else:
         assert train_gpt.Runtime(device).device == expected
+
+
+@pytest.mark.parametrize(
+    "capability, has_code",
+    [
+        ((7, 5), True),
+        ((8, 6), True),  # by code for an older card of its generation
+        ((9, 0), True),
+        ((12, 0), True),  # by the intermediate language
+        ((7, 0), False),
+        ((6, 1), False),
+    ],
+)
+def test_a_card_that_the_wheel_has_no_code_for_is_refused(capability, has_code, gpus):
+    gpus(1, capability)
+    told = r"^a GPU: torch \S+ has no code for capability \(\d, \d\); take torch's wheel .*/cu126$"
+    with contextlib.nullcontext() if has_code else pytest.raises(train_gpt.ConfigError, match=told):
+        assert train_gpt.choose_device("auto", 0) == CUDA
+
+
+def test_a_card_newer_than_the_wheel_is_refused(gpus, monkeypatch):
+    gpus(1, (12, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
+    with pytest.raises(train_gpt.ConfigError, match="take a newer wheel of torch$"):
+        train_gpt.choose_device("auto", 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_operations_on_the_host_get_one_thread(device, gpus, monkeypatch):
+    """Unless the user says how many."""
+    gpus(1)
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    train_gpt.Runtime(device)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    train_gpt.Runtime(device)
+    assert counts == [1]
+
+
+# ----- memory
+
+
+def test_the_estimate_counts_the_state_that_ranks_share():
+    """Against the tensors of a trainer: half of them is what a rank of two saves."""
+    config = tiny_config(dtype="bfloat16", mean_share=0.5)
+    trainer = train_gpt.Trainer(config, train_gpt.Runtime("cpu"))
+    states = [state for group in trainer.optimizer.groups[1:] for state in group.state.values()]
+    shared = sum(tensor.nbytes for state in states for tensor in state.values())
+    one, two = (train_gpt.peak_memory(config, ranks(count)[0]) for count in (1, 2))
+    saved = 2**30 * (one - two)
+    of_pass = 2**30 * (two - train_gpt.peak_memory(config, ranks(4)[0]))
+    assert saved - of_pass == pytest.approx(shared / 4, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "world_size, free, said",
+    [
+        (1, 79, r"memory: \S+ GiB by estimate, 79.0 are free$"),
+        (1, 31, "; add --micro-batches-a-pass 1$"),
+        (1, 23.3, "; add --micro-batches-a-pass 1 --ngram-rows 2097152$"),
+        (1, 5, "; take more GPUs, or larger ones$"),
+        (8, 31, r"memory: \S+ GiB by estimate, 31.0 are free$"),
+        (8, 23.3, "; add --micro-batches-a-pass 2$"),
+    ],
+)
+def test_a_check_says_with_which_options_a_run_fits(world_size, free, said):
+    """The peaks of fineweb by an audit of generated code: 37 GiB and the context on one GPU, 26
+    with passes of one micro-batch, 24 to 26 on each of eight."""
+    config = train_gpt.TRACKS["fineweb"]
+    try:
+        line = train_gpt.check_memory(config, ranks(world_size)[0], free)
+    except train_gpt.ConfigError as error:
+        line = str(error)
+    assert re.search(said, line)
 
 
 # ----- types and back ends

@@ -297,6 +297,41 @@ def test_a_restore_that_misses_a_tensor_is_noticed(monkeypatch):
         train_gpt.warm_up(trainer)
 
 
+def test_warm_up_tells_attention_of_the_longest_segment(monkeypatch):
+    """Where caps are below a micro-batch: FlashAttention writes no rows behind what it is told."""
+    stages = tuple(
+        {**EARLY, "start": low, "document_cap": cap} for low, cap in ((0, 48), (0.5, 96))
+    )
+    trainer = phases_trainer(stages=stages)
+    honest, lengths = trainer.forward_pass, []
+
+    def watched(step, phase, weights, micro_batch, ngram):
+        longest = micro_batch.segment_bounds.diff().max().item()
+        lengths.append((longest, phase.max_segment))
+        return honest(step, phase, weights, micro_batch, ngram)
+
+    monkeypatch.setattr(trainer, "forward_pass", watched)
+    train_gpt.warm_up(trainer)
+    assert all(longest <= told for longest, told in lengths)
+    assert (48, 48) in lengths and (48, 96) in lengths
+
+
+# ----- the mean of the last weights
+
+
+def test_a_run_takes_the_mean_or_tells_its_loss(tiny, cli):
+    """Both runs take the same steps; what one reports is what the other would have reported."""
+    values = {**tiny, "mean_share": 0.75, "steps": 6}
+    taken = cli(**{**values, "run_id": "taken", "takes_mean": True})
+    told = cli(**{**values, "run_id": "told", "takes_mean": False})
+    assert taken.train_losses == told.train_losses
+    losses = [re.findall(r" mean_val_loss:(\S+)", "\n".join(run.log)) for run in (taken, told)]
+    assert losses == [[], [taken.result["val_loss"]]]
+    assert told.result["val_loss"] != taken.result["val_loss"]
+    raw, mean = (run.checkpoint()["groups"]["matrices"]["mlp"] for run in (told, taken))
+    helpers.assert_bitwise(raw["mean"], mean["mean"])
+
+
 # ----- how runs end
 
 
@@ -330,7 +365,7 @@ def no_memory():
         (KeyboardInterrupt(), 130, "interrupted"),
         (train_gpt.ConfigError("a\nb"), 2, r"error a\\nb"),
         (FloatingPointError("x is nan"), 1, "nan x is nan; .*lower learning rate"),
-        (MemoryError("full"), 1, "oom full; lower micro_batches_a_pass, .*"),
+        (MemoryError("full"), 1, "oom full; lower micro_batches_a_pass to 1, then ngram_rows"),
         (torch.OutOfMemoryError("full"), 1, "oom full; .*"),
         (no_memory(), 1, "oom .*can't allocate memory.*; .*"),
         (OSError(28, "No space", "f"), 1, "error .*'f'; .* disk is not full"),

@@ -43,8 +43,9 @@ def outputs_and_gradients(trainer):
     """[loss, losses, hidden states, gradients of the loss] of a training step's forward pass."""
     micro_batch, ngram = helpers.read(trainer, helpers.byte_documents(300))
     outputs = training_pass(trainer, 0, micro_batch, ngram)
-    weights = [param for param in trainer.model.parameters() if param.numel()]
-    return [*outputs, *torch.autograd.grad(outputs[0], [*weights, ngram])]
+    outputs[0].backward()
+    params = [param for param in trainer.model.parameters() if param.numel()]
+    return [*outputs, *(param.grad for param in params), ngram.grad]
 
 
 ALL_KINDS = {"layers": layers_of(4, mlp_only=(2,), **KINDS, **FEEDING), "mlp_reach": 2}
@@ -179,6 +180,21 @@ def test_scripts_start_from_equal_weights_in_all_that_they_share():
     assert len(shared) == 7
     for name in shared:
         helpers.assert_bitwise(fewer[name], whole[name], name)
+
+
+def test_rows_of_tokens_have_the_gradient_that_autograd_gives_an_embedding():
+    """Added to what is there: of another pass, or of another use of the embedding in this one."""
+    param, tokens = torch.randn(9, 4, requires_grad=True), torch.tensor([1, 4, 5, 8])
+    ids = torch.tensor([[5, 1], [8, 5], [5, 4]])
+    plain = param.detach().clone().requires_grad_()
+    for scale in (1.0, -3.0):
+        rows = train_gpt.TokenRows.apply(param, tokens)
+        read = F.embedding(torch.searchsorted(tokens, ids), rows)
+        assert torch.equal(read, F.embedding(ids, param))
+        for leaf, looked_up in ((param, read), (plain, F.embedding(ids, plain))):
+            (scale * (looked_up**3).sum() + leaf[7:].sum()).backward()
+    torch.testing.assert_close(param.grad, plain.grad, atol=1e-6, rtol=1e-6)
+    assert not train_gpt.TokenRows.apply(param.detach(), tokens).requires_grad
 
 
 def test_no_parameter_is_dead():
