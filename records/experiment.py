@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from records import render, stats
-from records.files import LIMITS, RecordError, about, boards_of, read_text, require
+from records.files import LIMITS, RecordError, about, boards_of, read_text, require, write_text
 from records.judge import (
     check_fixed,
     check_gpus,
@@ -27,6 +27,7 @@ from records.log import END_OF_CODE, START, parse_log, split_log
 from records.record import FOLDER, FORM, Repository, add_baseline, gain_of, parent_of, read_script
 from records.source import changed_lines, config_of, sha256_of
 
+RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # a cluster sets them for another program
 LIVED = "lived.txt"  # beside a run's log: the seconds from its process' start to its end
 
 
@@ -56,16 +57,25 @@ def folder_of(repository, track, source, batch=1):
     return repository.root / "logs" / f"{kind}{track}-{sha256_of(source)[:8]}"
 
 
+def environment_of(root):
+    """A run's environment: this process's, without another launcher's ranks. The repository comes
+    before what is imported from PYTHONPATH, torch perhaps."""
+    environment = {name: value for name, value in os.environ.items() if name not in RANKS}
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    places = [str(root), *(os.path.abspath(place) for place in places if place)]
+    return {**environment, "PYTHONPATH": os.pathsep.join(places)}
+
+
 def execute(words, place, folder, log, source):
     """Make a run. One that began and did not end is put aside, and counts as a start."""
     run_id = log.parent.name
-    if log.is_file() and f"\n{START}\n" in log.read_text(errors="replace"):
+    if log.is_file() and f"\n{START}\n" in log.read_text("utf-8", "replace"):
         log.parent.rename(folder / f"{run_id}.stopped-{time.time_ns()}")
     shutil.rmtree(log.parent, ignore_errors=True)
     start = 1 + len(list(folder.glob(f"{run_id}.stopped-*")))
     words = [*words, "--run-of", f"{place}:{start}", "--run-id", run_id]
     root = folder.parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = environment_of(root)
     console = folder / "console.txt"
     began = time.time()
     with open(console, "w") as file:
@@ -78,7 +88,7 @@ def execute(words, place, folder, log, source):
         for checkpoint in log.parent.glob("*.pt*"):  # hundreds of MiB, which nothing here reads
             checkpoint.unlink()
 
-    said = console.read_text(errors="replace").strip().splitlines() or ["nothing"]
+    said = console.read_text("utf-8", "replace").strip().splitlines() or ["nothing"]
     ended = f"run {run_id} ended with exit status {status}: {said[-1][:200]!r}"
     require(not status, f"{ended}; {console} has more; the same command goes on")
     run = parse_log(log, source)
@@ -88,7 +98,7 @@ def execute(words, place, folder, log, source):
     is_right = -1 <= run.started.timestamp() - began <= lived + 1 and took <= lived + 0.001
     said = f"{took:.1f} s of training, started at {run.started:%H:%M:%S}"
     require(is_right, f"its log says {said}, but it lived for {lived:.1f} s: its clock is wrong")
-    log.with_name(LIVED).write_text(f"{lived:.1f}")
+    write_text(log.with_name(LIVED), f"{lived:.1f}")
     return run
 
 
@@ -98,10 +108,10 @@ def keep_plan(folder, scripts, count):
     plan = folder / "plan.txt"
     begun = read_text(plan) if plan.exists() else due
     require(begun == due, f"{plan} has {begun}; finish these, or change the script")
-    plan.write_text(due)
+    write_text(plan, due)
     for side, source in scripts.items():
         (folder / side).mkdir(exist_ok=True)
-        (folder / side / "train_gpt.py").write_text(source)
+        write_text(folder / side / "train_gpt.py", source)
 
 
 def make_runs(repository, track, scripts, count, world_size, batch=1):
@@ -288,15 +298,16 @@ def print_means(rules, runs, name):
 def submit(repository, options):
     """Make a record of the working script's runs, which stays if it is good, and print its page."""
     name = f"{datetime.now(UTC):%Y-%m-%d}_{options.name}"
+    authors = os.fsencode(options.by).decode(errors="replace")  # whatever the locale
     hint = "up to 60 letters, digits and '-', no '-' first"
     require(FOLDER.fullmatch(name), f"--name {ascii(options.name)}: {hint}")
     folder = repository.home / options.track / name
     require(not folder.exists(), f"{folder} exists; choose another --name")
     source = own_script(repository, options.track, options.form)
     rules = repository.home / "rules.json"
-    kept = rules.read_text() if rules.is_file() else None
+    kept = read_text(rules) if rules.is_file() else None
     try:
-        record = lay_out(repository, folder, source, options.by, options.form)
+        record = lay_out(repository, folder, source, authors, options.form)
         boards = repository.rules
         if not boards[options.track]["config"]["val_sha256"]:
             boards = propose_hash(rules, boards[options.track]["track"], record.runs[0].val_sha256)
@@ -304,9 +315,9 @@ def submit(repository, options):
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         if kept:
-            rules.write_text(kept)
+            write_text(rules, kept)
         raise
-    print((folder / "README.md").read_text())
+    print(read_text(folder / "README.md"))
     print(f"made {folder.relative_to(repository.root)}; write why it works into its README.md,")
     print("then: python -m records table && python -m records verify")
 
@@ -315,7 +326,7 @@ def propose_hash(path, track, val_sha256):
     """Write the hash of a track's validation tokens into rules.json; returns the new boards."""
     rules = json.loads(read_text(path))
     rules["boards"][track]["config"]["val_sha256"] = val_sha256
-    path.write_text(f"{json.dumps(rules, indent=1)}\n")
+    write_text(path, f"{json.dumps(rules, indent=1)}\n")
     print(f"{path}: val_sha256 of {track} is what these runs say; whoever merges it compares it")
     return boards_of(rules)
 
@@ -334,12 +345,11 @@ def lay_out(repository, folder, source, authors, is_form=False):
         text = read_text(path)
         with about(path):
             _, lines = split_log(text)
-        (part / f"{path.parent.name}.txt").write_text("\n".join([END_OF_CODE, *lines, ""]))
-    (folder / "train_gpt.py").write_text(source)
-    (folder / "README.md").write_text(
-        f"By {authors}.\n\n{FORM}\n" if is_form else f"By {authors}.\n"
-    )
+        write_text(part / f"{path.parent.name}.txt", "\n".join([END_OF_CODE, *lines, ""]))
+    write_text(folder / "train_gpt.py", source)
+    page = f"By {authors}.\n\n{FORM}\n" if is_form else f"By {authors}.\n"
+    write_text(folder / "README.md", page)
     record = repository.load(folder)
     add_baseline(record, parent_of(record, older))
-    (folder / "README.md").write_text(render.record_readme(record, render.WHY))
+    write_text(folder / "README.md", render.record_readme(record, render.WHY))
     return record

@@ -1,5 +1,5 @@
-"""Reading files: regular ones of bounded size, without control characters. Two of this package's
-have the rules of boards, and the forms of what people and trainers write."""
+"""Reading files: regular ones of bounded size, without control characters; and writing them, whole.
+Two of this package's have the rules of boards, and the forms of what people and trainers write."""
 
 import contextlib
 import json
@@ -62,6 +62,28 @@ def read_text(path, limit=4 * 2**20):
         line = found and text.count("\n", 0, found.start()) + 1
         require(not found, f"line {line} holds the control character {found and ascii(found[0])}")
     return text
+
+
+@contextlib.contextmanager
+def whole(path):
+    """A path to write to. Its file takes the place of the other once it is whole, so that a full
+    disk or an error leaves what was there."""
+    path = Path(os.path.realpath(path))  # a link stays one
+    if path.exists() and not path.is_file():  # /dev/null, a pipe
+        yield path
+        return
+    partial = path.with_name(f".partial-{path.name}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path, text):
+    """Write a file in UTF-8, whole."""
+    with whole(path) as partial:
+        partial.write_text(text, "utf-8")
 
 
 def settings(name):

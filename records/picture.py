@@ -4,19 +4,20 @@ import json
 import re
 from pathlib import Path
 
-from records.files import about, require
+from records.files import about, require, whole
 
 LINE = re.compile(
     r"(?m)^step:\d{1,9}/\d{1,9} (train|val)_loss:(\d{1,9}\.\d{1,9})\b.*?"
     r" train_time:(\d{1,12}(?:\.\d{1,9})?)(ms|s)\b"
 )
+STYLE = {"svg.hashsalt": "", "svg.fonttype": "none"}  # the same file each time
 STYLES = {"train": {"linewidth": 0.8, "alpha": 0.4}, "val": {"marker": "o", "markersize": 3}}
 
 
 def curves_of(path):
     """{"train": [(seconds, loss), ...], "val": [...]} of a log, or of a JSON file of one curve."""
     require(path.is_file(), f"{path}: is no regular file")
-    text = path.read_text(errors="replace")
+    text = path.read_text("utf-8", "replace")
     if path.suffix == ".json":
         with about(path):
             found = json.loads(text)
@@ -33,8 +34,18 @@ def plot(paths, out, target=0.0):
     """Draw the losses of records' folders, runs' folders and logs against seconds, into a PNG or,
     where its name says so, an SVG."""
     with about("matplotlib"):  # it may be absent, or misled by a variable
-        from matplotlib import colormaps, rc_context, ticker
-        from matplotlib.figure import Figure
+        from matplotlib import style
+
+    with style.context(["default", STYLE]), whole(out) as partial:  # whatever a matplotlibrc says
+        kind = "svg" if out.suffix == ".svg" else "png"
+        figure = figure_of(paths, target)
+        figure.savefig(partial, format=kind, dpi=200, metadata={"Date": None})
+
+
+def figure_of(paths, target):
+    """The matplotlib Figure of losses against seconds."""
+    from matplotlib import colormaps, ticker
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 4), layout="constrained")  # so narrow that a phone can show it
     axes = figure.subplots()
@@ -54,14 +65,12 @@ def plot(paths, out, target=0.0):
     if target:
         axes.axhline(target, color="grey", linestyle=":", label=f"target {target:g}")
     figure.legend(loc="outside upper center", ncols=2, fontsize="x-small")
-    with rc_context({"svg.hashsalt": "", "svg.fonttype": "none"}):  # the same file each time
-        kind = "svg" if out.suffix == ".svg" else "png"
-        figure.savefig(out, format=kind, dpi=200, metadata={"Date": None})
+    return figure
 
 
 def plot_run(folder):
     """Draw a run's log into the loss.png of its folder, with its target; returns the path."""
-    config = re.search(r"^config:(.*)$", (folder / "log.txt").read_text(), re.MULTILINE)
+    config = re.search(r"^config:(.*)$", (folder / "log.txt").read_text("utf-8"), re.MULTILINE)
     target = json.loads(config[1])["target_loss"]
     plot([folder], folder / "loss.png", target)
     return folder / "loss.png"

@@ -20,6 +20,8 @@ import train_gpt
 
 ROOT = Path(train_gpt.__file__).resolve().parent
 TRAINER = ROOT / "train_gpt.py"
+# The environment in which Python takes text for ASCII.
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 EOT = 256  # every document of the byte corpus starts with it
 
 
@@ -267,7 +269,8 @@ def environment():
     """The variables of a child process: one thread, no trace of a launcher."""
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {key: value for key, value in os.environ.items() if key not in launcher}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    places = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # perhaps of torch
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": places, "CUDA_VISIBLE_DEVICES": ""}
 
 
 @contextlib.contextmanager

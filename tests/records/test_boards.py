@@ -2,10 +2,12 @@
 And how their records are shown."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -72,10 +74,12 @@ def test_the_first_page_has_the_newest_record_and_its_picture(repository, capsys
     assert status == 2 and "plain_curve.json: " in err and err.count("\n") == 1
 
 
-def of_a_copy(root, command):
-    """The finished `python -m records COMMAND` of the copy of the package in a folder."""
-    words = [sys.executable, "-m", "records", command]
-    return subprocess.run(words, cwd=root, capture_output=True, text=True)
+def of_a_copy(root, *words, **variables):
+    """The finished `python -m records ...` of the copy of the package in a folder. variables: of
+    the environment."""
+    words = [sys.executable, "-m", "records", *map(str, words)]
+    environment = {**os.environ, **variables}
+    return subprocess.run(words, cwd=root, capture_output=True, text=True, env=environment)
 
 
 @pytest.fixture
@@ -101,3 +105,31 @@ def test_changed_gates_may_judge_after_one_command(package):
     assert of_a_copy(package.parent, "gates").returncode == 0
     expected = rules | {"gates_sha256": [made.sha_of(gates.read_text())], "older_gates": {}}
     assert json.loads((package / "rules.json").read_text()) == expected
+
+
+def test_pages_are_utf8_whatever_the_locale_and_written_whole(package):
+    first = shutil.copy(helpers.ROOT / "README.md", package.parent)
+    pages = [package / "README.md", Path(first)]
+    for page in pages:
+        page.write_bytes(page.read_bytes() + "é ± \U0001f600\n".encode())
+    done = of_a_copy(package.parent, "table", **helpers.ASCII)
+    assert done.returncode == 0, done.stderr
+    for page in pages:
+        assert page.read_bytes().endswith("é ± \U0001f600\n".encode())
+    before = page.read_bytes()
+    with pytest.raises(OSError), files.whole(page) as partial:
+        partial.write_text("half of it")
+        raise OSError(28, "No space left on device")
+    assert page.read_bytes() == before and not [*package.parent.glob(".partial*")]
+
+
+def test_a_picture_is_drawn_in_our_style(package, tmp_path):
+    """Whatever a user wants of matplotlib."""
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nlines.linewidth: 9\n")
+    (tmp_path / "log.txt").write_text("step:1/2 val_loss:4.0 train_time:9ms\n")
+    drawn = []
+    for variables in ({}, {"MATPLOTLIBRC": str(tmp_path)}):
+        done = of_a_copy(tmp_path, *"plot log.txt --out plot.svg".split(), **variables)
+        assert done.returncode == 0, done.stderr
+        drawn.append((tmp_path / "plot.svg").read_bytes())
+    assert drawn[0] == drawn[1]

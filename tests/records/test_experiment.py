@@ -4,11 +4,12 @@ import fcntl
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
 import records_helpers as made
-from records import picture, stats
+from records import experiment, picture, stats
 from records_helpers import TRACK, call, fake_trainer, folder_of, runs_in
 
 pytestmark = pytest.mark.usefixtures("no_pause")
@@ -107,6 +108,17 @@ def test_two_at_once_and_another_machine_are_refused(repository, capsys):
     made.edit(path, r"^(run:[a-z].*) device:fake", r"\1 device:another")
     status, _, err = call(repository, capsys, "rehearse", "--runs", 2)
     assert status == 2 and "device differs between runs: 'another x2', 'fake x2'" in err
+
+
+def test_a_run_imports_what_this_process_does(monkeypatch):
+    """But it is no rank of another launcher."""
+    monkeypatch.chdir("/usr")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["lib/torch", "", "/opt"]))
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    environment = experiment.environment_of(Path("/tree"))
+    assert environment.pop("PYTHONPATH") == os.pathsep.join(["/tree", "/usr/lib/torch", "/opt"])
+    kept = {*os.environ} - {"PYTHONPATH", "WORLD_SIZE", "RANK", "LOCAL_RANK"}
+    assert environment == {name: os.environ[name] for name in kept}
 
 
 # ----- what submit would refuse is told first
