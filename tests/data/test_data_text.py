@@ -10,12 +10,13 @@ import random
 import struct
 import subprocess
 import sys
+import unicodedata
 
 import pytest
 import tiktoken
 
 from data import text
-from helpers import ROOT
+from helpers import ASCII, ROOT
 
 
 def make_tree(root, seed=0, documents=60):
@@ -75,8 +76,8 @@ def texts_of(folder, side):
 def test_shards_equal_a_slow_reference(tmp_path, capsys):
     contents = make_tree(tmp_path / "tree")
     mine = tmp_path / "mine"
-    manifest = build(tmp_path / "tree", mine, "--suffix", ".py", "--val-share", "0.2")
-    left_out = (".hidden.py", ".git/x.py", "notes.txt", "empty.py")
+    manifest = build(tmp_path / "tree", mine, "--val-share", "0.2")
+    left_out = (".hidden.py", ".git/x.py", "empty.py")
     kept = {contents[name] for name in contents if name not in left_out}
     total = sum(map(len, kept))
     expected = {"val": [], "train": sorted(kept, key=lambda one: hashlib.sha256(one).digest())}
@@ -94,7 +95,7 @@ def test_shards_equal_a_slow_reference(tmp_path, capsys):
         assert manifest["bytes"][shard["split"]] == sum(map(len, documents))
     assert (manifest["tokenizer"], manifest["vocab_size"]) == ("bytes", 257)
     out = capsys.readouterr().out
-    for words in ("2 duplicates", "1 empty", "2 hidden files", "1 files with other endings"):
+    for words in ("2 duplicates", "1 empty", "2 hidden files"):
         assert f"skipped: {words}" in out
 
 
@@ -145,11 +146,10 @@ def test_another_file_validates_and_home_is_expanded(tmp_path, monkeypatch):
 def test_a_corpus_inside_its_own_text_is_built_twice_the_same(tmp_path, capsys):
     """Files that macOS leaves are nobody's data."""
     make_tree(tmp_path)
-    words = ["--suffix", ".py", ".bin", ".DS_Store"]
-    manifests = [build(tmp_path, tmp_path / "corpus", *words)]
+    manifests = [build(tmp_path, tmp_path / "corpus")]
     for name in ("p0/._f0.py", ".DS_Store", "corpus/._corpus_train_000000.bin", "corpus/.DS_Store"):
         (tmp_path / name).write_bytes(b"Mac OS X")
-    manifests.append(build(tmp_path, tmp_path / "corpus", *words))
+    manifests.append(build(tmp_path, tmp_path / "corpus"))
     assert manifests[0]["shards"] == manifests[1]["shards"]
     assert "skipped: 1 folder of the corpus itself" in capsys.readouterr().out
 
@@ -179,6 +179,110 @@ def test_bytes_that_are_not_utf8(tmp_path, capsys):
         build(tmp_path, tmp_path / "c", "--invalid", rule)
         found = "".join(texts_of(tmp_path / "c", "train") + texts_of(tmp_path / "c", "val"))
         assert sorted(found) == sorted(wanted + "m")
+
+
+PROSE = (
+    "\tCafé  au lait,\nÅngström and 각:\n\n"
+    + "が何度も続く文。" * 40
+    + "\nIts end \U0001f469\u200d\U0001f467.\n"
+)
+COPIES = {  # of PROSE, each with what makes it
+    "crlf": lambda text: text.replace("\n", "\r\n"),
+    "cr": lambda text: text.replace("\n", "\r"),
+    "mark": lambda text: "\ufeff" + text,
+    "mark inside": lambda text: text.replace("\n\n", "\n\n\ufeff"),
+    "no end": str.rstrip,
+    "ends": lambda text: text + "\r\n\x0c\n",
+    "tabs": lambda text: text.replace("  ", "\t").replace("\t", "    "),
+    "trailing": lambda text: text.replace("\n", " \t\n"),
+    "no-break": lambda text: text.replace(" ", "\u00a0"),
+    "wrapped": lambda text: " ".join(text.split()),
+    "decomposed": lambda text: unicodedata.normalize("NFD", text),
+}
+OTHERS = [
+    "now here",
+    "nowhere",
+    "Now here",
+    "x2",
+    "x²",
+    "ﬁ",
+    "fi",
+    "\U0001f469\U0001f467",
+    "e",
+    "é",
+]
+
+
+@pytest.mark.parametrize("piece_bytes", [70, 2**18])
+def test_copies_are_found_and_nothing_else(piece_bytes, tmp_path, monkeypatch):
+    """Whatever is of a file and not of its text. What is left is as if they had not been there."""
+    monkeypatch.setattr(text, "PIECE_BYTES", piece_bytes)
+    for name, content in {"0prose": PROSE, **dict(zip("123456789a", OTHERS, strict=True))}.items():
+        (tmp_path / name).write_text(content)
+    alone = build(tmp_path, tmp_path / "c")
+    assert "duplicates" not in alone["skipped"] and alone["read"]["documents"] == 1 + len(OTHERS)
+    for name, change in COPIES.items():
+        assert change(PROSE) != PROSE
+        (tmp_path / f"copy {name}").write_bytes(change(PROSE).encode())
+    (tmp_path / "copy wide").write_bytes(PROSE.encode("utf-16"))
+    (tmp_path / "mark alone").write_bytes("\ufeff\u00a0\n".encode())
+    found = build(tmp_path, tmp_path / "c")
+    assert found["skipped"]["duplicates"] == len(COPIES) + 1 and found["skipped"]["empty"] == 1
+    assert (found["shards"], found["bytes"]) == (alone["shards"], alone["bytes"])
+
+
+def test_each_file_has_its_own_line_ends(tmp_path, capsys):
+    for number in range(9):
+        end = ["\n", "\r\n", "\r"][number % 3]
+        parts = [f"{number}: part {i}{end}é" for i in range(40)]
+        (tmp_path / f"{number}.txt").write_bytes((end * 2).join(parts).encode())
+    for separator in ("\n\n", "\r\n\r\n"):
+        manifest = build(tmp_path, tmp_path / "c", "--separator", separator)
+        assert manifest["read"]["documents"] == 360 and "note" not in capsys.readouterr().out
+    (tmp_path / "one.txt").write_text("a\r\nb\r\n")  # which is no empty line
+    assert build(tmp_path, tmp_path / "c", "--separator", "\n\n")["read"]["documents"] == 361
+    assert f"is not in 1 of 10 files, such as {tmp_path}/one.txt\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "coding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1", "shift-jis"]
+)
+@pytest.mark.parametrize("content", ["One café.\nTwo.", "が何\n度も", "x"])
+def test_each_file_has_its_own_coding(coding, content, tmp_path, capsys):
+    """Other codings are told, also beside --invalid."""
+    (tmp_path / "val.txt").write_text("Another text")
+    try:
+        (tmp_path / "b.txt").write_bytes(content.encode(coding))
+    except UnicodeEncodeError:
+        return
+    words = ["--val", str(tmp_path / "val.txt")]
+    if coding.startswith("utf") or content.isascii():
+        build(tmp_path / "b.txt", tmp_path / "c", *words)
+        assert texts_of(tmp_path / "c", "train") == [content]
+    else:
+        assert text.main([str(tmp_path / "b.txt"), "--out", str(tmp_path / "c")]) == 2
+        build(tmp_path, tmp_path / "c", "--invalid", "replace")
+        assert f"note: {tmp_path}/b.txt: no UTF-8 text, like 1 of 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "content", [b"\0", b"a\0b\0\0\0", b"\x01\0\x02\0", bytes(range(256)), b"\0\xd8a\0"]
+)
+def test_what_is_no_text_is_refused(content, tmp_path, capsys):
+    (tmp_path / "b").write_bytes(content)
+    assert text.main([str(tmp_path), "--out", str(tmp_path / "c")]) == 2
+    assert f"error: {tmp_path}/b: no UTF-8 text" in capsys.readouterr().err
+
+
+def test_a_console_that_is_closed_and_a_locale_of_ascii(tmp_path):
+    (tmp_path / "é.jsonl").write_text('{"é": "eins"}\n{"é": "zwei"}\n')
+    words = f"{tmp_path}/é.jsonl --field é --out {tmp_path}/c"
+    for end, code in ((">&-", 0), ("", 0)):
+        call = f"exec {sys.executable} {text.__file__} {words} {end}"
+        done = subprocess.run(["bash", "-c", call], env=os.environ | ASCII, capture_output=True)
+        assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr
+    drawn = texts_of(tmp_path / "c", "train") + texts_of(tmp_path / "c", "val")
+    assert sorted("".join(drawn)) == sorted("einszwei")
 
 
 VOCABULARY = ROOT / "data" / "english1024.tiktoken"
@@ -243,9 +347,11 @@ def test_a_download_that_fails_or_is_another(monkeypatch, tmp_path, capsys):
     before = read_folder(out)
     monkeypatch.setattr(subprocess, "run", pip)
     monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "own.pem")
     assert text.main(["--corpus", "verse", "--out", str(out)]) == 2
     error = capsys.readouterr().err
-    assert "hashes do not match" in error and "ALL_PROXY" in error and error.count("\n") == 1
+    assert "hashes do not match" in error and error.count("\n") == 1
+    assert "ALL_PROXY" in error and "REQUESTS_CA_BUNDLE" in error
     assert read_folder(out) == before
     monkeypatch.setitem(text.PACKAGES, "english", "no-such-dictionary==1")
     assert text.main(["--out", str(tmp_path / "c")]) == 2
@@ -324,9 +430,9 @@ BAD_INPUT = [
     (["tree", "--val-share", "0"], ["--val-share 0", "at most 0.5"]),
     (["tree", "--tokenizer", "gpt3"], ["tokenizer", "gpt3", "gpt2"]),
     (["tree", "--tokenizer", "odd.tiktoken"], ["odd.tiktoken", "256"]),
-    (["tree", "--separator", "<eot>"], ["'<eot>'", "none of the files"]),
+    (["tree", "--separator", "<eot>"], ["'<eot>'", "not in 12 of 12 files"]),
     (["pipe"], ["pipe", "no such file"]),
-    (["tree", "--field", "b", "--suffix", ".py"], ["line 1", "'b'", "--field"]),
+    (["tree", "--field", "b"], ["line 1", "'b'", "--field"]),
     (["tree", "--out", "tree/p0/f0.py"], ["not a folder", "--out"]),
     (["tree", "--out", "home"], ["diary.txt", "new folder"]),
     (["tree", "--out", "clone"], [".git", "new folder"]),
