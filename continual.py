@@ -155,6 +155,14 @@ def shape_of(config, step):
     return shape
 
 
+def require_vocabulary(manifest, initial, where):
+    """Raise ConfigError unless a corpus has the vocabulary of the checkpoint to start from."""
+    is_same = manifest["vocabulary_sha256"] == initial["vocabulary_sha256"]
+    problem = f"has another vocabulary than --init-from, {initial['config'].tokenizer}"
+    remedy = "name one that has it, made by `python data/text.py PATH --tokenizer ...`"
+    require(is_same, where, problem, remedy)
+
+
 def initial_checkpoint(config):
     """The content of --init-from. Raises ConfigError where it is missing or does not fit."""
     require(
@@ -164,10 +172,7 @@ def initial_checkpoint(config):
     )
     content = train_gpt.find_checkpoint(os.path.expanduser(config.init_from), "init-from")
     saved, here = content["config"], shape_of(config, 0)
-    is_same = saved.tokenizer == config.tokenizer
-    words = f"it reads {saved.tokenizer}, and {config.data} holds {config.tokenizer}"
-    remedy = "name --data of the same vocabulary; `python data/text.py PATH --tokenizer ...` has it"
-    require(is_same, f"--init-from {config.init_from}: {words}; {remedy}")
+    require_vocabulary(train_gpt.read_manifest(config.data), content, f"--data {config.data}")
     for name, value in shape_of(saved, content["step"]).items():
         require(
             value == here[name],
@@ -184,6 +189,7 @@ def first_corpus(config, initial):
     data = os.path.abspath(os.path.expanduser(config.first_data or initial["config"].data))
     try:
         corpus = train_gpt.open_corpus(dataclasses.replace(config, data=data, steps=1))
+        require_vocabulary(corpus.manifest, initial, f"--data {data}")
         if not config.first_data:
             message = f"{data}: the corpus is not the one that --init-from has read"
             corpus.require_same(initial["data"], message)
@@ -237,7 +243,7 @@ class ContinualRun(train_gpt.Run):
             frozen = protect(matrices, initial["model"], config.unfreeze_rank_ratio)
         if is_new:
             source, step = config.init_from, initial["step"]
-            log.line(f"started_from:{source} step:{step} frozen: {frozen}")
+            log.line(f"started_from:{source} step:{step}{initial['by']} frozen: {frozen}")
             if config.val_every and not is_check:
                 self.validate()
 

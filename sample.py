@@ -63,10 +63,14 @@ def open_trained(run, device="auto", data=None):
     own = os.path.abspath(saved.data)
     config = dataclasses.replace(saved, compile=False, device=device, data=str(data or own))
     if data:
-        manifest = train_gpt.read_manifest(data)
-        is_same = manifest.get("eot_token", saved.eot_token) == saved.eot_token
-        require(is_same, f"--data {data}: the model reads {saved.tokenizer}; name a corpus of such")
+        found = train_gpt.read_manifest(data)["vocabulary_sha256"]
+        problem = f"has another vocabulary than the model's, {saved.tokenizer}"
+        require(
+            found == content["vocabulary_sha256"], f"--data {data}", problem, "name one with it"
+        )
         config = dataclasses.replace(config, val_tokens=train_gpt.fitting_val_tokens(config))
+    if content["by"]:
+        print(f"note: {content['path']}:{content['by']}; losses may differ", file=sys.stderr)
     trainer = train_gpt.Trainer(config, train_gpt.Runtime(device))
     train_gpt.restore(trainer, content)
     return trainer, content
@@ -147,7 +151,7 @@ def continuation(trainer, step, prompt, given, seed):
 
 def show(text):
     """Print text at once, with escapes for what the terminal's coding lacks."""
-    coding = sys.stdout.encoding or "utf-8"
+    coding = getattr(sys.stdout, "encoding", None) or "utf-8"  # it may be closed
     print(text.encode(coding, "backslashreplace").decode(coding), end="", flush=True)
 
 

@@ -55,6 +55,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -1795,6 +1796,9 @@ class Runtime:
         """Peak memory of this rank in MiB: of the GPU's allocator, or of the process."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) // 2**20
+        with contextlib.suppress(OSError, TypeError):  # Linux, where getrusage counts a parent, too
+            status = Path("/proc/self/status").read_text("utf-8")
+            return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.M)[1]) // 2**10
         unit = 2**20 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
 
@@ -3008,8 +3012,8 @@ def open_split(config, manifest, split):
 
 
 def read_manifest(folder):
-    """The manifest.json of a corpus, with its own sha256 and its shards as {file name: sha256}. The
-    corpus is what it names. Raises ConfigError."""
+    """The manifest.json of a corpus, with its sha256, its vocabulary's, and its shards as {file
+    name: sha256}. The corpus is what it names. Raises ConfigError."""
     path = Path(folder, "manifest.json").absolute()
     require(path.is_file(), path, "no such file", BUILD)
     try:
@@ -3022,6 +3026,9 @@ def read_manifest(folder):
         token_bytes = manifest.get("token_bytes", [0] * size)  # 0: not known
         manifest["token_bytes"] = np.array(token_bytes, np.uint16).tolist()
         require(len(token_bytes) == size, f"token_bytes are not {size} numbers")
+        own = manifest.get("vocabulary") or {}  # else the tokenizer is known by its name
+        meaning = own.get("sha256", token_bytes), own.get("pattern", manifest.get("tokenizer"))
+        manifest["vocabulary_sha256"] = hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
     except Exception as error:  # odd content raises many types
         raise ConfigError(f"{path}: cannot be read ({one_line(error)}); {BUILD}") from None
     return {**manifest, "sha256": hashlib.sha256(content).hexdigest(), "shards": shards}
@@ -3226,44 +3233,60 @@ def device_name(device):
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, IndexError):  # Linux, where the first is often empty
+    with contextlib.suppress(OSError, ValueError, IndexError):  # Linux; the first is often empty
         name = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)[0]
     return f"{name} x{os.cpu_count()}"
 
 
 def git_state():
-    """(commit sha, 1 if tracked files differ from it else 0); ("none", 0) without git."""
-    command = "git describe --always --dirty --abbrev=40 --exclude='*'"
-    options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
-    said = subprocess.run(command, shell=True, **options).stdout.strip()
-    return said.removesuffix("-dirty") or "none", int(said.endswith("-dirty"))
+    """(commit, 1 if tracked files differ from it else 0); "unknown" is what git does not say."""
+    command = "git rev-parse --show-prefix HEAD && git status --porcelain --untracked-files=no"
+    command = f"unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE; {command}"  # which a hook has set
+    options = {"cwd": Path(__file__).resolve().parent, "capture_output": True, "text": True}
+    done = subprocess.run(command, shell=True, errors="replace", **options)
+    found = re.match(r"(?:logs/.*)?\n([0-9a-f]{40,})\n", done.stdout)
+    if not found:  # or it is the commit of a repository around this one
+        return "unknown", "unknown"
+    return found[1], "unknown" if done.returncode else int(found.end() < len(done.stdout))
 
 
+CODE_SHA256 = file_sha256(__file__)  # of what runs: the file may be edited meanwhile
 INTERRUPTED = threading.Event()  # by a signal: the run ends where it looks next
 
 
-def listen_for_signals():
+@contextlib.contextmanager
+def signals_heard():
     """Let the first signal end the run after the step at hand, and another one, over a second
-    later, at once. A thread hears it: the main one may wait for other ranks, or for memory."""
+    later, at once. A thread hears it: the main one may wait for other ranks, or for memory. Behind
+    the run signals do again what they did."""
     INTERRUPTED.clear()
     received, sent = os.pipe()
     os.set_blocking(sent, False)
-    signal.set_wakeup_fd(sent)  # the system's handler writes there, whatever Python does
 
     def watch():
-        os.read(received, 1)
-        INTERRUPTED.set()
-        first = time.monotonic()
-        with contextlib.suppress(OSError):  # of a console that is gone
-            os.write(2, b"interrupted: ends after the step at hand; again: at once\n")
-        while time.monotonic() - first < 1:  # a launcher sends on what its ranks have got, too
-            (number,) = os.read(received, 1)
-        os._exit(128 + number)
+        first = math.inf
+        while number := os.read(received, 1)[0]:
+            if not INTERRUPTED.is_set():
+                INTERRUPTED.set()
+                first = time.monotonic()
+                with contextlib.suppress(OSError):  # of a console that is gone
+                    os.write(2, b"interrupted: ends after the step at hand; again: at once\n")
+            elif time.monotonic() - first >= 1:  # a launcher sends on what its ranks have got, too
+                os._exit(128 + number)
+        os.close(received)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda number, frame: None)
-    threading.Thread(target=watch, daemon=True).start()
+    with contextlib.ExitStack() as after:
+        after.callback(os.close, sent)
+        after.callback(os.write, sent, b"\0")
+        if threading.current_thread() is threading.main_thread():  # which alone may listen
+            # The system's handler writes there, whatever Python does.
+            after.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(sent))
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # as under nohup
+                    former = signal.signal(number, lambda number, frame: None)
+                    after.callback(signal.signal, number, former)
+        threading.Thread(target=watch, daemon=True).start()
+        yield
 
 
 def stop_if_interrupted():
@@ -3277,45 +3300,61 @@ class Log:
     def __init__(self, is_main):
         self.is_main = is_main
         self.file = None
+        self.pending = b""  # what the disk has not taken yet
+        self.unwritten = None  # why
 
-    def open(self, folder, is_new, may_replace):
+    def open(self, folder, is_new, may_replace, is_check=False):
         """Begin a folder's log.txt with the script's source, or go on with it. Returns whether it
-        begins. may_replace: whether a new run may replace one that has not completed. Raises
-        ConfigError, also where another process writes the log."""
+        begins. may_replace: whether a new run may replace one that has not completed; is_check:
+        whether it is only tried. Raises ConfigError, also where another process writes the log."""
         if not self.is_main:
             return False
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / "log.txt"
+        if not is_check:
+            folder.mkdir(parents=True, exist_ok=True)
         is_file = path.is_file() or not path.exists()  # to open a pipe would wait for its writer
         require(is_file, path, "is no regular file", "move it away")
-        file = open(path, "a", buffering=1, encoding="utf-8")
+        file = tempfile.TemporaryFile(dir=next(filter(Path.is_dir, path.parents)))  # has no name
+        if path.exists() or not is_check:
+            file = open(path, "ab", buffering=0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{path}: another process writes this run; wait for it") from None
-        written = path.read_bytes()
+        except OSError as error:
+            print(f"note: {path}: {error.strerror}; start the run only once", file=sys.stderr)
+        written = path.read_bytes() if path.exists() else b""
         may_replace = may_replace and b"\nstatus:ok " not in written
         is_free = not is_new or may_replace or not written
         require(is_free, f"{folder} exists", remedy=f"change --run-id, or --resume {folder.name}")
+        if is_check:
+            return True
         self.file = file
         kept = 0 if is_new else written.rfind(b"\n") + 1  # a kill may have torn the last line
         file.truncate(kept)
         if not kept:
             source = Path(__file__).read_text("utf-8")
-            file.write(source.rstrip("\n") + "\n===== END OF CODE =====\n")
+            self.line(source.rstrip("\n") + "\n===== END OF CODE =====", on_console=False)
         return not kept
 
     def line(self, text, on_console=True, in_file=True):
-        """One event, a line: to the file, and to the console."""
+        """One event, a line: to the file, and to the console. What the disk does not take goes
+        ahead of the next line; until then `unwritten` says why."""
         if not self.is_main:
             return
         if on_console:
             try:
-                print(text, flush=True)
+                print(text if text.isascii() else ascii(text)[1:-1], flush=True)
             except OSError:  # the console is gone, which ends no run; Python would write once more
                 sys.stdout = open(os.devnull, "w")
         if in_file and self.file is not None:
-            self.file.write(text + "\n")
+            self.pending += f"{text}\n".encode(errors="backslashreplace")
+            try:
+                while self.pending:
+                    self.pending = self.pending[self.file.write(self.pending) :]
+                self.unwritten = None
+            except OSError as error:
+                self.unwritten = OSError(f"{self.file.name}: not written: {one_line(error)}")
 
 
 def save_checkpoint(path, content):
@@ -3336,8 +3375,8 @@ def save_checkpoint(path, content):
 
 
 def find_checkpoint(run, key="resume"):
-    """The content of a checkpoint, with its Config and its folder: of a file, or the newest sound
-    one of a run, by its id or its folder. Raises ConfigError."""
+    """The content of a checkpoint, its Config and path, and words on another script that made it:
+    of a file, or the newest sound one of a run, by its id or its folder. Raises ConfigError."""
     paths = [Path(run)]
     for folder in (Path("logs", run), Path(run)):
         paths += [folder / "checkpoint.pt", *sorted(folder.glob("step_*.pt"), reverse=True)]
@@ -3351,9 +3390,11 @@ def find_checkpoint(run, key="resume"):
             track = content["config"]["track"]
             require(track in TRACKS, f"track {track}", "use the script that it began with")
             config = type(TRACKS[track])(**content["config"])
-            is_same = content["rows"] == row_fingerprint(config)
+            is_same = content["rows"] == row_fingerprint(config) and "vocabulary_sha256" in content
             require(is_same, "another version of the script has made it")
-            return {**content, "config": config, "folder": path.parent}
+            code = content["code_sha256"]
+            by = f" trained by another train_gpt.py, code_sha256:{code}" * (code != CODE_SHA256)
+            return {**content, "config": config, "path": path, "by": by}
         except Exception as error:  # torch raises several types for a damaged file
             problem = f"{path}: cannot be read ({type(error).__name__}: {one_line(error)})"
             print(f"note: {problem}", file=sys.stderr)
@@ -3420,25 +3461,28 @@ class Run:
             log.line(check_memory(config, runtime, free / 2**30))
         self.trainer = Trainer(config, runtime)
         self.folder = Path("logs", run_id)
+        self.unsaved = None  # why the last checkpoint is not there
         if checkpoint is not None:
             message = f"{config.data}/manifest.json is not the one that the run began with"
             self.corpus.require_same(content["data"], f"--resume: {message}")
             restore(self.trainer, content)
-            self.folder = content["folder"]
+            self.folder = content["path"].parent
+        steps = sorted(self.folder.glob("step_*.pt"))
+        self.saved = [path for path in steps if path < content.get("path", path)]  # make room
         self.first_step = step  # of this process; later than 0 where it has resumed the run
         self.step = step  # how many are done
         digest = functools.partial(state_digest, self.trainer)
         self.clock = Clock(runtime, *content["seconds"], digest)
         self.loss_sum = 0.0  # of the steps since the last logged one, on this rank
         self.loss_tokens = 0  # of these steps, on all ranks
-        self.unsaved = None  # why the last checkpoint is not there
         self.check_room()
         is_new = checkpoint is None
-        if is_check or log.open(self.folder, is_new, may_replace=config.resume == "auto"):
+        self.check_folder(is_new)
+        if log.open(self.folder, is_new, config.resume == "auto", is_check):
             self.write_header()
         if not is_new:
             where = f"step:{step}/{config.steps} world_size:{runtime.world_size}"
-            log.line(f"resumed:{run_id} {where}")
+            log.line(f"resumed:{run_id} {where}{content['by']}")
 
     def tell(self, line):
         """Show a line on the console alone. Raises KeyboardInterrupt after a signal."""
@@ -3482,8 +3526,8 @@ class Run:
         return losses
 
     def save(self, name=None):
-        """Write a checkpoint, and keep the newest two of those on the way. All ranks call it
-        together; the clock stands still."""
+        """Write a checkpoint, and keep the newest two that the run has written on the way. All
+        ranks call it together; the clock stands still."""
         if self.loss_tokens:
             self.log_training()  # a checkpoint holds no losses
         content = {
@@ -3491,16 +3535,21 @@ class Run:
             "config": dataclasses.asdict(self.config),
             "rows": row_fingerprint(self.config),
             "data": self.corpus.manifest["sha256"],
+            "vocabulary_sha256": self.corpus.manifest["vocabulary_sha256"],
+            "code_sha256": CODE_SHA256,
             "model": self.trainer.model.state_dict(),
             "groups": {group.name: group.full_state() for group in self.trainer.optimizer.groups},
             "rng": torch.get_rng_state(),
             "seconds": [self.clock.total, self.clock.processor],
         }
+        path = self.folder / (name or f"step_{self.step:06d}.pt")
         try:
             if self.log.is_main:
-                save_checkpoint(self.folder / (name or f"step_{self.step:06d}.pt"), content)
-                for old in sorted(self.folder.glob("step_*.pt"))[:-2]:
-                    old.unlink()
+                save_checkpoint(path, content)
+                self.saved += [path] * (name is None)
+                while len(self.saved) > 2:
+                    old = self.saved.pop(0)
+                    old.unlink(missing_ok=True)
                     old.with_suffix(".sha256").unlink(missing_ok=True)
         finally:
             self.runtime.follow_main(f"saved {self.step}")
@@ -3522,14 +3571,22 @@ class Run:
                 self.save()
         raise KeyboardInterrupt
 
+    def check_folder(self, is_new):
+        """Raise ConfigError where a checkpoint in the folder is of another run."""
+        for path in self.folder.glob("[!.]*.pt"):
+            run_id = "?"
+            with contextlib.suppress(Exception):  # of a damaged file
+                content = torch.load(path, "cpu", weights_only=True, mmap=True)
+                run_id = content["config"]["run_id"]
+            is_own = run_id in ("?", self.config.run_id) and not is_new
+            require(is_own, path, f"is of the run {run_id}", "move it away, or --resume that run")
+
     def check_room(self):
         """Raise ConfigError where the disk that will be written has no room for checkpoints."""
-        size = 0
-        for group in self.trainer.optimizer.groups:
-            size += sum(tensor.nbytes for tensor in group.tensors().values())
+        tensors = (group.tensors().values() for group in self.trainer.optimizer.groups)
+        size = sum(tensor.nbytes for tensor in itertools.chain(*tensors))
         # Two on the way stay while the next is written; a resumed run may have them already.
-        held = len([*self.folder.glob("step_*.pt")])
-        files = max(1, 3 - held) if self.config.save_every else 1
+        files = max(1, 3 - len(self.saved)) if self.config.save_every else 1
         needed = files * size * self.runtime.world_size / 2**30  # the parts of all ranks
         path = self.folder.absolute()  # logs/ may be a link to another disk
         folder = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
@@ -3546,7 +3603,7 @@ class Run:
         triton = getattr(sys.modules.get("triton"), "__version__", "none")
         log.line(
             f"run:{config.run_id} track:{config.track} commit:{commit} dirty:{is_dirty} "
-            f"code_sha256:{file_sha256(__file__)} seed:{config.seed} "
+            f"code_sha256:{CODE_SHA256} seed:{config.seed} "
             f"world_size:{self.runtime.world_size} device:{device_name(self.runtime.device)} "
             f"torch:{torch.__version__} cuda:{torch.version.cuda or 'none'} triton:{triton} "
             f"started:{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
@@ -3598,10 +3655,9 @@ class Run:
         steps = config.steps - self.first_step  # of this process
         sent = [f" {'/'.join(key)}={size / steps:.0f}" for key, size in self.runtime.ledger.items()]
         log.line(f"comms: sent_bytes per step{since}{''.join(sent) or ' none=0'}")
-        passed = {}
         if verdict:
-            passed = verdict.passed
             log.line(verdict.line())
+        passed = verdict.passed if verdict else {}
         sizes = np.array(self.corpus.manifest["token_bytes"])
         val_bytes = int(sizes[self.corpus.val[1:]].sum())  # 0: not known
         bits = loss * config.val_tokens / math.log(2)
@@ -3664,13 +3720,13 @@ def ending_of(error):
     return 1, f"error {type(error).__name__}: {said}"
 
 
+@signals_heard()
 def main(argv=None, run_class=None):
     """Returns the exit status: 0 complete, 1 failed on the way, 2 bad input, 130 interrupted.
 
     run_class: another script's subclass of Run, which it trains.
     """
     log = Log(is_main=os.environ.get("RANK", "0") == "0")
-    listen_for_signals()
     try:
         given = parse_command_line(sys.argv[1:] if argv is None else argv)
         is_check = given.pop("check", False)
@@ -3679,14 +3735,15 @@ def main(argv=None, run_class=None):
         run = (run_class or Run)(config, checkpoint, runtime, log, is_check)
         words = "check:ok" if is_check else f"status:ok {train(run)}"
         runtime.close()
-        if run.unsaved is not None:
-            raise run.unsaved
-        log.line(words)
+        if run.unsaved is None:
+            log.line(words, on_console=False)
+        if run.unsaved or log.unwritten:  # the console has the result
+            raise run.unsaved or log.unwritten
+        log.line(words, in_file=False)
         return 0
     except (KeyboardInterrupt, Exception) as error:
         status, words = ending_of(error)
-        with contextlib.suppress(OSError):  # the disk may be full; the console has the status
-            log.line(f"status:{words}")
+        log.line(f"status:{words}")
         if not log.is_main:
             print(f"rank {os.environ['RANK']}: status:{words}", file=sys.stderr, flush=True)
         return status

@@ -8,18 +8,9 @@ import sys
 from pathlib import Path
 
 try:
-    from records import picture, render
+    from records import files, picture, render
     from records.experiment import ab, difference, rehearse, reproduce, run, submit
-    from records.files import (
-        CONTROL,
-        HOME,
-        RULES,
-        RecordError,
-        read_text,
-        require,
-        settings,
-        write_text,
-    )
+    from records.files import CONTROL, HOME, RULES, RecordError, read_text, require, settings
     from records.judge import check_pages, check_records
     from records.record import Repository, read_script
     from records.source import sha256_of
@@ -33,7 +24,7 @@ except Exception as error:  # a package that is missing, or the tool's own files
 def table(repository, options):
     check_records(repository)
     for path, text in render.pages_of(repository).items():
-        write_text(path, text)
+        files.write_text(path, text)
     for track, paths in render.pictures_of(repository).items():
         target = repository.rules[track]["config"]["target_loss"]
         picture.plot(paths, repository.home / f"{track}.svg", target)
@@ -74,7 +65,7 @@ def gates(repository, options):
         for sha256 in {run.gates for run in record.runs + record.baseline} - {newest}:
             older.setdefault(sha256, []).append(record.name)
     rules = json.dumps({**RULES, "gates_sha256": [newest], "older_gates": older}, indent=1)
-    write_text(HOME / "rules.json", f"{rules}\n")
+    files.write_text(HOME / "rules.json", f"{rules}\n")
 
 
 COMMANDS = (run, rehearse, ab, submit, table, verify, diff, reproduce, plot, gates)

@@ -139,6 +139,8 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
         except BlockingIOError:
             hint = "wait for it, or end it"
             raise RecordError(f"another `python -m records` is making runs here; {hint}") from None
+        except OSError as error:
+            print(f"note: {lock.name}: {error.strerror}; call it once at a time", file=sys.stderr)
         keep_plan(folder, scripts, count if batch == 1 else None)
         for done, (side, number) in enumerate(order, 1):
             words = [*begin, str(folder / side / "train_gpt.py"), "--track", name]

@@ -64,9 +64,8 @@ def rich(corpus):
 @pytest.fixture
 def cli(tmp_path, monkeypatch, capsys):
     """The command line without a new process: cli(*words) runs main() in tmp_path, without a plot
-    at the end. It does not listen for signals, which would go on after it."""
+    at the end."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_gpt, "listen_for_signals", train_gpt.INTERRUPTED.clear)
     monkeypatch.setattr(train_gpt, "plot", lambda folder: "")
     rng = torch.get_rng_state()
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -22,6 +23,7 @@ ROOT = Path(train_gpt.__file__).resolve().parent
 TRAINER = ROOT / "train_gpt.py"
 # The environment in which Python takes text for ASCII.
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+BYTES = hashlib.sha256(json.dumps([[*[1] * 256, 0], "bytes"]).encode()).hexdigest()  # vocabulary
 EOT = 256  # every document of the byte corpus starts with it
 
 
@@ -362,7 +364,8 @@ def content_of(trainer, step, folder):
     run.log, run.clock = train_gpt.Log(is_main=True), train_gpt.Clock(trainer.runtime)
     run.folder, run.step = folder, step
     run.loss_tokens = 0
-    run.corpus = SimpleNamespace(manifest={"sha256": "none"})
+    run.saved = []
+    run.corpus = SimpleNamespace(manifest={"sha256": "none", "vocabulary_sha256": BYTES})
     run.save("checkpoint.pt")
     return torch.load(folder / "checkpoint.pt", weights_only=True)
 

@@ -5,6 +5,7 @@ trainer/test_loop.py."""
 import contextlib
 import datetime
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -13,11 +14,14 @@ import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+import helpers
 import ranks
 import train_gpt
 from helpers import Run, assert_same_end, launched, make_corpus, refusal
@@ -233,21 +237,19 @@ def test_a_disk_that_is_not_there_is_told(tiny, cli, tmp_path):
     assert "logs: is no folder, or a link to none; mount its disk" in line
 
 
-def test_room_is_asked_for_checkpoints_that_are_not_there(tiny, cli, tmp_path, monkeypatch):
+def test_room_is_asked_for_checkpoints_that_are_not_there(tiny, tmp_path, monkeypatch):
     """A run that saves on the way keeps two of them while it writes the next."""
     monkeypatch.setattr(train_gpt.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    folder = tmp_path / "logs" / "run"
-    folder.mkdir(parents=True)
-
-    def needed(save_every):
-        values = {**tiny, "ngram_rows": 2**20, "save_every": save_every, "run_id": "run"}
-        return float(re.search("take (.*) GiB at", refusal(cli("--check", **values)))[1])
-
-    one = needed(save_every=0)
-    assert one > 0.1
-    for held in range(3):
-        assert needed(save_every=2) == pytest.approx((3 - held) * one, rel=0.1)
-        (folder / f"step_{held:06d}.pt").touch()
+    run = object.__new__(train_gpt.Run)
+    run.trainer = helpers.make_trainer(random_weights=False, ngram_rows=2**20)
+    run.runtime, run.folder = run.trainer.runtime, tmp_path
+    sizes = []
+    for save_every, saved in ((0, []), (2, [1, 2]), (2, [1]), (2, [])):
+        run.config, run.saved = helpers.tiny_config(save_every=save_every), saved
+        with pytest.raises(train_gpt.ConfigError) as refused:
+            run.check_room()
+        sizes.append(float(re.search("take (.*) GiB at", str(refused.value))[1]))
+    assert sizes[0] > 0.1 and sizes == pytest.approx([n * sizes[0] for n in (1, 1, 2, 3)], rel=0.1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -293,6 +295,120 @@ def test_half_of_a_launcher_s_variables_is_told(variable, tiny, cli, monkeypatch
     """Clusters set some of them for other programs."""
     monkeypatch.setenv(*variable.split("="))
     assert "unset RANK, LOCAL_RANK and WORLD_SIZE" in refusal(cli(**tiny))
+
+
+def test_a_check_tries_what_a_run_opens(tiny, cli, tmp_path, monkeypatch):
+    """And leaves what it finds."""
+    values = {**tiny, "run_id": "kept"}
+    folder = cli(**values).folder
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    assert "kept/checkpoint.pt: is of the run kept; " in refusal(cli("--check", **values))
+    with open(folder / "log.txt") as other:
+        assert cli("--check", resume="kept").lines[-1] == "check:ok"
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert "another process writes" in refusal(cli("--check", resume="kept"))
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(37, "No locks available")))
+    for words in (("--check",), ()):
+        run = cli(*words, **{**values, "run_id": "open"})
+        assert run.code == 0 and run.stderr.count("No locks available") == 1
+        assert run.folder.exists() == (not words)
+    (tmp_path / "logs").rename(tmp_path / "away")
+    (tmp_path / "logs").symlink_to("/proc/self")  # where nobody can write
+    monkeypatch.setattr(train_gpt.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**60))
+    for words in ((), ("--check",)):
+        assert cli(*words, **values).lines[-1].startswith("status:error [")
+
+
+@pytest.mark.parametrize("last, code", [(12, 0), (99, 1)])
+def test_a_log_that_cannot_be_written_ends_no_run(last, code, tiny, cli, monkeypatch):
+    """It is whole once there is room again; else the console has the result. The disk takes half of
+    the write before those that fail."""
+
+    def opened(log, *words):
+        begins = honest(log, *words)
+        file, number = log.file, itertools.count()
+
+        def write(content):
+            at = next(number)
+            if 5 < at < last:
+                raise OSError(28, "No space left on device")
+            return file.write(content[: len(content) // (2 if at == 5 else 1)])
+
+        log.file = Mock(wraps=file, write=write)
+        log.file.name = file.name
+        return begins
+
+    honest = train_gpt.Log.open
+    monkeypatch.setattr(train_gpt.Log, "open", opened)
+    run = cli(**tiny, run_id="full")
+    shown = [line for line in run.lines if not line.startswith("warm-up: ")]
+    assert run.code == code and shown[-2].startswith("final val_loss:")
+    if code:
+        assert "status:error logs/full/log.txt: not written: [Errno 28] No" in run.lines[-1]
+    else:
+        assert [line for line in run.log if not line.startswith("config:")] == shown
+
+
+# ----- what a run takes of its process
+
+
+def test_a_run_leaves_its_process_as_it_was(tiny, cli):
+    def state():
+        time.sleep(0.1)  # in which the thread that has listened ends
+        handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+        signal.set_wakeup_fd(wakeup := signal.set_wakeup_fd(-1))
+        return handlers, wakeup, os.listdir("/proc/self/fd"), threading.enumerate()
+
+    before = state()
+    assert cli("--check", **tiny).code == 0
+    with pytest.raises(SystemExit):
+        train_gpt.main(["--help"])
+    assert state() == before
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with ThreadPoolExecutor() as pool:  # where signals cannot be set
+        assert pool.submit(train_gpt.main, ["--check", *helpers.arguments(tiny)]).result() == 0
+
+
+def test_peak_memory_is_the_runs_own(monkeypatch):
+    """getrusage counts what a parent had, too."""
+    of_parent = Mock(return_value=SimpleNamespace(ru_maxrss=2**40))
+    monkeypatch.setattr(train_gpt.resource, "getrusage", of_parent)
+    rss = int(re.search(r"VmRSS:\s+(\d+)", open("/proc/self/status").read())[1]) // 2**10
+    assert rss <= train_gpt.Runtime("cpu").peak_memory_mib() < 2**20
+    monkeypatch.setattr(train_gpt.re, "search", lambda *words: None)  # an older system
+    assert train_gpt.Runtime("cpu").peak_memory_mib() == 2**30
+
+
+def test_a_commit_is_that_of_the_scripts_own_repository(tmp_path, monkeypatch):
+    """What git does not say is unknown."""
+
+    def state(place):
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        monkeypatch.setattr(train_gpt, "__file__", str(tmp_path / place / "train_gpt.py"))
+        return train_gpt.git_state()
+
+    def git(*words):
+        call = ["git", "-c", "user.name=x", "-c", "user.email=x@x", *words]
+        return subprocess.run(call, cwd=tmp_path, capture_output=True, text=True).stdout.strip()
+
+    unknown = "unknown", "unknown"
+    assert state(".") == unknown
+    git("init")
+    assert state(".") == unknown  # without a commit
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "first")
+    sha = git("rev-parse", "HEAD")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert [state(place) for place in (".", "logs/a", "ours")] == [(sha, 0), (sha, 0), unknown]
+    (tmp_path / "a").write_text("2")
+    assert state(".") == (sha, 1)
+    (tmp_path / ".git" / "index").write_text("damaged")
+    assert state(".") == (sha, "unknown")
+    monkeypatch.setenv("PATH", "")
+    assert state(".") == unknown
 
 
 def test_a_run_is_resumed_by_its_folder(tiny, cli, tmp_path):

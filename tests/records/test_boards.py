@@ -108,15 +108,11 @@ def test_changed_gates_may_judge_after_one_command(package):
 
 
 def test_pages_are_utf8_whatever_the_locale_and_written_whole(package):
-    first = shutil.copy(helpers.ROOT / "README.md", package.parent)
-    pages = [package / "README.md", Path(first)]
-    for page in pages:
-        page.write_bytes(page.read_bytes() + "é ± \U0001f600\n".encode())
+    page = Path(shutil.copy(helpers.ROOT / "README.md", package.parent))
+    page.write_bytes(page.read_bytes() + "é ± \U0001f600\n".encode())
     done = of_a_copy(package.parent, "table", **helpers.ASCII)
-    assert done.returncode == 0, done.stderr
-    for page in pages:
-        assert page.read_bytes().endswith("é ± \U0001f600\n".encode())
     before = page.read_bytes()
+    assert done.returncode == 0 and before.endswith("é ± \U0001f600\n".encode()), done.stderr
     with pytest.raises(OSError), files.whole(page) as partial:
         partial.write_text("half of it")
         raise OSError(28, "No space left on device")

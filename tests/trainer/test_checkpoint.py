@@ -39,7 +39,7 @@ FOREIGN = {
     "a list": [1, 2],
     "another table's rows": {**CONTENT, "rows": "another"},
     "what could run code": {"step": Path("x")},
-    **{f"no {part}": without(CONTENT, part) for part in ("config", "rows")},
+    **{f"no {part}": without(CONTENT, part) for part in ("config", "rows", "vocabulary_sha256")},
 }
 
 
@@ -101,7 +101,7 @@ def test_a_run_without_room_is_refused_in_one_line(world_size, rich, rich_run_of
     for free, code in ((size - 150_000, 2), (2 * world_size * size, 0)):
 
         def usage(path, free=free):
-            return SimpleNamespace(free=free if path.resolve().name == "elsewhere" else 0)
+            return SimpleNamespace(free=free if "elsewhere" in path.resolve().parts else 0)
 
         with pytest.MonkeyPatch.context() as patched:  # ranks inherit it
             patched.setattr(train_gpt.shutil, "disk_usage", usage)
@@ -218,6 +218,35 @@ def test_auto_starts_a_run_or_goes_on_with_it(killed, whole_run, cli, tiny):
     run = cli(**words, resume="auto")  # what is complete is kept
     assert run.code == 2 and "exists" in run.lines[-1]
     assert (folder / "log.txt").read_bytes() == before
+
+
+def test_a_run_deletes_and_overwrites_only_what_is_its_own(tiny, cli):
+    """Of another run's files it names one, and where it goes on from stays."""
+    values = {**tiny, "steps": 8, "save_every": 3, "run_id": "own"}
+    folder = cli(**values).folder
+    names = "step_000003.pt", "step_000006.pt", "checkpoint.pt"
+    origin, later, last = (folder / name for name in names)
+    content = torch.load(last, weights_only=True)
+    content["config"] = content["config"] | {"run_id": "other"}
+    save_checkpoint(last, content)
+    for run in (cli(resume=origin), cli("--check", resume=later)):
+        assert f"{last.name}: is of the run other; " in helpers.refusal(run)
+    later.unlink()
+    last.unlink()
+    later.write_bytes(b"damaged")
+    content = torch.load(origin, weights_only=True)
+    assert content["code_sha256"] == train_gpt.file_sha256(train_gpt.__file__)
+    save_checkpoint(origin, content | {"code_sha256": "5" * 64})
+    run = cli(resume=origin, save_every=1)
+    run.folder = folder
+    told = f"trained by another train_gpt.py, code_sha256:{'5' * 64}"
+    assert run.code == 0 and told in run.stdout and told in "".join(run.log)
+    assert {path.name for path in folder.glob("*.pt")} == {*names, "step_000007.pt"}
+    (folder / "log.txt").unlink()
+    before = last.read_bytes()
+    line = helpers.refusal(cli(**values))
+    assert ".pt: is of the run own; move it away, or --resume that run" in line
+    assert last.read_bytes() == before
 
 
 DAMAGES = {  # of a file with a suffix, made of its bytes

@@ -177,12 +177,15 @@ BAD_INPUT = [
     ({"vocab_size": 384}, ["track english, with vocab_size=257", "384", "--vocab-size"]),
     ({"data": "gone/verse"}, ["gone/verse/manifest.json: no such file", "by --data"]),
     ({"first_data": "gone/english"}, ["gone/english/manifest.json: no such", "by --first-data"]),
-    ({"tokenizer": "gpt2"}, ["reads bytes", "holds gpt2", "--data", "--tokenizer"]),
+    ({"data": "other"}, ["--data other: has another vocabulary", "bytes", "--tokenizer"]),
+    ({"first_data": "other"}, ["/other: has another vocabulary", "--first-data", "--tokenizer"]),
 ]
 
 
 @pytest.mark.parametrize("changes, words", BAD_INPUT, ids=str)
 def test_bad_input_ends_in_one_line(changes, words, values, go_on, tmp_path):
+    other = helpers.make_corpus(tmp_path / "other")
+    helpers.with_manifest(other, vocabulary={"sha256": "0" * 64, "pattern": "."})
     line = helpers.refusal(go_on(**{**values, **changes}))
     assert all(word in line for word in words), line
     assert not (tmp_path / "logs").exists()

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import hashlib
 import json
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 import sample
 import train_gpt
-from helpers import EOT, content_of, make_corpus, make_trainer, refusal, tiny_config
+from helpers import EOT, content_of, make_corpus, make_trainer, refusal, tiny_config, with_manifest
 
 
 @pytest.fixture
@@ -79,6 +80,39 @@ def test_a_vocabulary_that_is_not_the_models_is_refused(path, use, tmp_path):
     (tmp_path / "v.tiktoken").unlink()
     with pytest.raises(train_gpt.ConfigError, match="its file is missing"):
         sample.tokenizer_of(config)
+
+
+def test_a_vocabulary_is_known_by_its_content(rich_run, path, use, tmp_path):
+    """Whatever its file is called, and where none is there by what is known of its tokens."""
+    corpus = make_corpus(tmp_path / "c", val_tokens=1_100)
+    own = {"sha256": "1" * 64, "pattern": "a"}
+    content = rich_run.checkpoint()
+    content["vocabulary_sha256"] = hashlib.sha256(json.dumps([*own.values()]).encode()).hexdigest()
+    train_gpt.save_checkpoint(tmp_path / "own.pt", content)
+    words = ["--data", corpus, "--checkpoint"]
+    with_manifest(corpus, vocabulary={**own, "file": "w"}, tokenizer="w")
+    assert use(*words, tmp_path / "own.pt", "--eval").code == 0
+    others = [{"vocabulary": own | {name: "2" * 64}} for name in own]
+    for fields in (*others, {"tokenizer": "x"}, {"token_bytes": [2] * 256 + [0]}):
+        with_manifest(corpus, **fields)
+        for checkpoint, task in ((path, "--eval"), (tmp_path / "own.pt", "--prompt=a")):
+            line = refusal(use(*words, checkpoint, task))
+            assert f"--data {corpus}: has another vocabulary" in line
+
+
+def test_another_script_is_told(rich_run, path, use, tmp_path):
+    content = {**rich_run.checkpoint(), "code_sha256": "5" * 64}
+    train_gpt.save_checkpoint(tmp_path / "checkpoint.pt", content)
+    run = use("--checkpoint", tmp_path / "checkpoint.pt", "--eval")
+    told = f"trained by another train_gpt.py, code_sha256:{'5' * 64}; losses may differ"
+    assert run.stderr == f"note: {tmp_path}/checkpoint.pt: {told}\n" and run.code == 0
+    assert run.stdout == use("--checkpoint", path, "--eval").stdout
+    assert use("--checkpoint", path, "--eval").stderr == ""
+
+
+def test_a_console_that_is_closed_ends_nothing(path, use, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    assert use("--checkpoint", path, "--tokens", 2).code == 0
 
 
 def greedy(checkpoint, prompt, count):
