@@ -208,23 +208,32 @@ def difference(root, name, before, source):
 def rehearse(repository, options):
     """Make pairs that count for nothing, and forecast what a record's pairs would show."""
     runs, base, tip, _ = pairs(repository, options, REHEARSAL)
+    print(*forecast(runs, base, tip), sep="\n")
+
+
+def forecast(runs, base, tip):
+    """Lines on what a record's pairs would show, by runs in pairs with those of the last record."""
     count = LIMITS.usual_pairs
-    (gain, low, high), _ = gain_of(runs, base)
-    print(f"time differs by {render.percent((gain, low, high))}, in {len(runs)} pairs")
+    gain, _ = gain_of(runs, base)
     known = [(runs, base), *[(tip.runs, tip.baseline)] * bool(tip.baseline)]
     spread = stats.pooled([stats.differences(*map(times_of, sides)) for sides in known])
     least = stats.least_gain(spread, count)
     minutes = count * statistics.fmean(run.lived for run in runs + base) / 30
-    print(f"{count} pairs: {minutes:.0f} minutes; at this spread they show {100 * least:.1f} %")
-    loss, _ = stats.mean_and_std([run.val_loss for run in runs])
-    spread = stats.pooled([[run.val_loss for run in side] for side in (runs, tip.runs)])
-    room = tip.target - loss
-    if room < stats.least_gain(spread, count):
-        print(f"No: the loss is {-room:+.4f} from the target, too near to be shown below it.")
-    elif -gain < least:
-        print("No: they would not show this gain. Keep it for a larger change, or leave it.")
+    losses = [[run.val_loss for run in side] for side in (runs, tip.runs)]
+    room = tip.target - statistics.fmean(losses[0])
+    if room < stats.least_gain(stats.pooled(losses), count):
+        verdict = (
+            f"No: they would not show the loss below the target, from which it is {-room:+.4f}."
+        )
+    elif -gain[0] < least:
+        verdict = "No: they would not show this gain. Keep it for a larger change, or leave it."
     else:
-        print(f"Yes: they would show it. python -m records ab --track {options.track}")
+        verdict = "Yes: they would show it, by `python -m records ab`."
+    return (
+        f"time differs by {render.percent(gain)}, in {len(runs)} pairs that count for nothing",
+        f"{count} pairs: {minutes:.0f} minutes; at this spread they show {100 * least:.1f} %",
+        verdict,
+    )
 
 
 def times_of(runs):
@@ -233,10 +242,12 @@ def times_of(runs):
 
 def reproduce(repository, options):
     """Run a record's code with seeds of the day, and print what comes of it."""
-    if options.folder:
-        record = repository.load(Path(options.folder).absolute())
-    else:
+    if not options.folder:
         record = repository.tip(options.track)
+    else:
+        folder = Path(options.folder).absolute()
+        known = {record.folder: record for record in repository.all}
+        record = known.get(folder) or repository.load(folder)
     rules = repository.rules_of(record.track)
     print(f"{options.runs} runs of the code of {record.name}, with your rights on this machine")
     world_size = options.world_size or record.runs[0].world_size
