@@ -92,11 +92,11 @@ def execute(words, place, folder, log, source):
     return run
 
 
-def keep_plan(folder, scripts, count):
-    """Write an experiment's plan and its scripts. RecordError where another plan is there."""
-    due = f"{count or 'any'} runs of {' and of '.join(map(sha256_of, scripts.values()))}"
+def keep_plan(folder, scripts, count, batch):
+    """Write an experiment's plan and its scripts. RecordError where a record has another plan."""
+    due = f"{count} runs of {' and of '.join(map(sha256_of, scripts.values()))}"
     plan = folder / "plan.txt"
-    begun = read_text(plan) if plan.exists() else due
+    begun = read_text(plan) if plan.exists() and batch == 1 else due
     require(begun == due, f"{plan} has {begun}; finish these, or change the script")
     plan.write_text(due)
     for side, source in scripts.items():
@@ -129,7 +129,7 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
         except BlockingIOError:
             hint = "wait for it, or end it"
             raise RecordError(f"another `python -m records` is making runs here; {hint}") from None
-        keep_plan(folder, scripts, count if batch == 1 else None)
+        keep_plan(folder, scripts, count, batch)
         for done, (side, number) in enumerate(order, 1):
             words = [*begin, str(folder / side / "train_gpt.py"), "--track", name]
             words += ["--seed", str(stats.seed_of(code, batch, number))]
@@ -163,6 +163,8 @@ def pairs(repository, options, batch, is_form=False):
     below the target), made in pairs and told."""
     track = options.track
     tip = repository.tip(track, is_form)
+    least = LIMITS.usual_pairs * is_form
+    require(options.runs >= least, f"--runs {options.runs}: a change of form takes {least} pairs")
     source = own_script(repository, track, is_form)
     print(difference(repository.root, tip.name, tip.source, source))
     scripts = {"a": source, "b": tip.source}

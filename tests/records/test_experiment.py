@@ -181,6 +181,7 @@ REFUSED = {
         "ab",
         "the script changes torch.sum,",
     ),
+    "six of form": (fake_trainer(), "ab --runs 6 --form", "a change of form takes 8 pairs"),
     "five pairs": (fake_trainer(), "ab --runs 5", f"--runs 5: {MINIMUM} 16"),
     "17 pairs": (fake_trainer(), "ab --runs 17", f"--runs 17: {MINIMUM} 16"),
     "a second first": (fake_trainer(), "run", "has records; `ab` makes pairs with the last"),
@@ -243,8 +244,8 @@ def test_reproduced_runs_have_a_verdict(repository, capsys, loss, verdict):
     slower = source.replace("loss = round(LOSS", f"{wrapper}loss = round({loss} + LOSS")
     honest = experiment.keep_plan
 
-    def keep_plan(folder, scripts, count):
-        honest(folder, scripts, count)
+    def keep_plan(folder, scripts, *words):
+        honest(folder, scripts, *words)
         (folder / "a" / "train_gpt.py").write_text(slower)
 
     code = f"code_sha256:{made.sha_of(source)}"
