@@ -102,11 +102,11 @@ def execute(words, place, folder, log, source):
     return run
 
 
-def keep_plan(folder, scripts, count):
-    """Write an experiment's plan and its scripts. RecordError where another plan is there."""
-    due = f"{count or 'any'} runs of {' and of '.join(map(sha256_of, scripts.values()))}"
+def keep_plan(folder, scripts, count, batch):
+    """Write an experiment's plan and its scripts. RecordError where a record has another plan."""
+    due = f"{count} runs of {' and of '.join(map(sha256_of, scripts.values()))}"
     plan = folder / "plan.txt"
-    begun = read_text(plan) if plan.exists() else due
+    begun = read_text(plan) if plan.exists() and batch == 1 else due
     require(begun == due, f"{plan} has {begun}; finish these, or change the script")
     write_text(plan, due)
     for side, source in scripts.items():
@@ -141,7 +141,7 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
             raise RecordError(f"another `python -m records` is making runs here; {hint}") from None
         except OSError as error:
             print(f"note: {lock.name}: {error.strerror}; call it once at a time", file=sys.stderr)
-        keep_plan(folder, scripts, count if batch == 1 else None)
+        keep_plan(folder, scripts, count, batch)
         for done, (side, number) in enumerate(order, 1):
             words = [*begin, str(folder / side / "train_gpt.py"), "--track", name]
             words += ["--seed", str(stats.seed_of(code, batch, number))]
@@ -175,6 +175,8 @@ def pairs(repository, options, batch, is_form=False):
     below the target), made in pairs and told."""
     track = options.track
     tip = repository.tip(track, is_form)
+    least = LIMITS.usual_pairs * is_form
+    require(options.runs >= least, f"--runs {options.runs}: a change of form takes {least} pairs")
     source = own_script(repository, track, is_form)
     print(difference(repository.root, tip.name, tip.source, source))
     scripts = {"a": source, "b": tip.source}
@@ -220,23 +222,32 @@ def difference(root, name, before, source):
 def rehearse(repository, options):
     """Make pairs that count for nothing, and forecast what a record's pairs would show."""
     runs, base, tip, _ = pairs(repository, options, REHEARSAL)
+    print(*forecast(runs, base, tip), sep="\n")
+
+
+def forecast(runs, base, tip):
+    """Lines on what a record's pairs would show, by runs in pairs with those of the last record."""
     count = LIMITS.usual_pairs
-    (gain, low, high), _ = gain_of(runs, base)
-    print(f"time differs by {render.percent((gain, low, high))}, in {len(runs)} pairs")
+    gain, _ = gain_of(runs, base)
     known = [(runs, base), *[(tip.runs, tip.baseline)] * bool(tip.baseline)]
     spread = stats.pooled([stats.differences(*map(times_of, sides)) for sides in known])
     least = stats.least_gain(spread, count)
     minutes = count * statistics.fmean(run.lived for run in runs + base) / 30
-    print(f"{count} pairs: {minutes:.0f} minutes; at this spread they show {100 * least:.1f} %")
-    loss, _ = stats.mean_and_std([run.val_loss for run in runs])
-    spread = stats.pooled([[run.val_loss for run in side] for side in (runs, tip.runs)])
-    room = tip.target - loss
-    if room < stats.least_gain(spread, count):
-        print(f"No: the loss is {-room:+.4f} from the target, too near to be shown below it.")
-    elif -gain < least:
-        print("No: they would not show this gain. Keep it for a larger change, or leave it.")
+    losses = [[run.val_loss for run in side] for side in (runs, tip.runs)]
+    room = tip.target - statistics.fmean(losses[0])
+    if room < stats.least_gain(stats.pooled(losses), count):
+        verdict = (
+            f"No: they would not show the loss below the target, from which it is {-room:+.4f}."
+        )
+    elif -gain[0] < least:
+        verdict = "No: they would not show this gain. Keep it for a larger change, or leave it."
     else:
-        print(f"Yes: they would show it. python -m records ab --track {options.track}")
+        verdict = "Yes: they would show it, by `python -m records ab`."
+    return (
+        f"time differs by {render.percent(gain)}, in {len(runs)} pairs that count for nothing",
+        f"{count} pairs: {minutes:.0f} minutes; at this spread they show {100 * least:.1f} %",
+        verdict,
+    )
 
 
 def times_of(runs):
@@ -245,10 +256,12 @@ def times_of(runs):
 
 def reproduce(repository, options):
     """Run a record's code with seeds of the day, and print what comes of it."""
-    if options.folder:
-        record = repository.load(Path(options.folder).absolute())
-    else:
+    if not options.folder:
         record = repository.tip(options.track)
+    else:
+        folder = Path(options.folder).absolute()
+        known = {record.folder: record for record in repository.all}
+        record = known.get(folder) or repository.load(folder)
     rules = repository.rules_of(record.track)
     print(f"{options.runs} runs of the code of {record.name}, with your rights on this machine")
     world_size = options.world_size or record.runs[0].world_size

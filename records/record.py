@@ -77,6 +77,7 @@ class Repository:
         shown = ", ".join(map(ascii, sorted(odd)))[:80]
         require(not odd, f"{folder}: {shown} is missing, or is no part of a record")
         record = SimpleNamespace(folder=folder, track=folder.parent.name, name=folder.name)
+        record.parent, record.baseline = None, []
         record.date, record.title = folder.name[:10], folder.name[11:]
         record.source = read_script(folder / "train_gpt.py")
         record.readme = read_text(folder / "README.md")

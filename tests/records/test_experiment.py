@@ -4,12 +4,16 @@ import fcntl
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import records_helpers as made
 from records import experiment, picture, stats
+from records.experiment import forecast
 from records_helpers import TRACK, call, fake_trainer, folder_of, runs_in
 
 pytestmark = pytest.mark.usefixtures("no_pause")
@@ -76,8 +80,8 @@ def test_a_script_has_one_batch_whose_seeds_follow_from_the_code(repository, cap
 def test_ends_of_a_run(repository, capsys):
     """A signal ends it and costs a start; what a script refuses before its log's header is no
     start, nor is a pipe instead of a log, for whose other end nobody waits."""
-    first, second, third, _ = drawn_order(2)
-    stop, again = repository.root / "stop", ("rehearse", "--runs", 2)
+    first, second, third, *_ = drawn_order(6)
+    stop, again = repository.root / "stop", ("ab", "--runs", 6)
     log = repository.root / "logs" / f"{NAME}-{third}" / "log.txt"
     log.parent.mkdir()
     os.mkfifo(log)
@@ -100,13 +104,13 @@ def test_ends_of_a_run(repository, capsys):
 def test_two_at_once_and_another_machine_are_refused(repository, capsys):
     with open(repository.root / "logs" / "records.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        status, _, err = call(repository, capsys, "rehearse", "--runs", 2)
+        status, _, err = call(repository, capsys, "ab", "--runs", 6)
     assert status == 2 and "another `python -m records` is making runs here" in err
     assert not (repository.root / "order.txt").exists()
-    assert call(repository, capsys, "rehearse", "--runs", 2)[0] == 0
+    assert call(repository, capsys, "ab", "--runs", 6)[0] == 0
     path = next((repository.root / "logs").glob(f"{NAME}-01b/log.txt"))
     made.edit(path, r"^(run:[a-z].*) device:fake", r"\1 device:another")
-    status, _, err = call(repository, capsys, "rehearse", "--runs", 2)
+    status, _, err = call(repository, capsys, "ab", "--runs", 6)
     assert status == 2 and "device differs between runs: 'another x2', 'fake x2'" in err
 
 
@@ -119,6 +123,58 @@ def test_a_run_imports_what_this_process_does(monkeypatch):
     assert environment.pop("PYTHONPATH") == os.pathsep.join(["/tree", "/usr/lib/torch", "/opt"])
     kept = {*os.environ} - {"PYTHONPATH", "WORLD_SIZE", "RANK", "LOCAL_RANK"}
     assert environment == {name: os.environ[name] for name in kept}
+
+
+# ----- rehearsals
+
+
+def test_a_rehearsal_counts_for_nothing(repository, capsys):
+    """Its seeds are none of the batch's, any number of pairs goes on from others, and no record
+    comes of it."""
+    status, out, err = call(repository, capsys, "rehearse", "--runs", 2)
+    assert status == 0, out + err
+    assert re.search(r"8 pairs: \d+ minutes; at this spread they show \d+.\d %\n(Yes|No): ", out)
+    assert {place[:2] for _, place in made.order_of(repository)} == {"0:"}
+    code = made.sha_of(fake_trainer())
+    batch = {stats.seed_of(code, 1, number) for number in range(1, 17)}
+    assert not batch & {run.seed for run in runs_in(repository, f"rehearsal-{NAME}-*")}
+    assert call(repository, capsys, "rehearse", "--runs", 3)[0] == 0
+    assert len(made.order_of(repository)) == 6
+    status, _, err = call(repository, capsys, "submit", "--name", "Second", "--by", "Me")
+    assert status == 2 and "there are no runs" in err
+
+
+def forecast_of(gain, loss, seed):
+    """The lines for two pairs of a script, and a last record whose eight pairs spread alike."""
+    rng = np.random.default_rng(seed)
+
+    def side(count, seconds, loss):
+        times = 1000 * seconds * np.exp(0.01 * rng.standard_normal(count))
+        losses = loss + 0.004 * rng.standard_normal(count)
+        rows = zip(times, losses, strict=True)
+        return [SimpleNamespace(train_time_ms=t, val_loss=v, lived=seconds + 16) for t, v in rows]
+
+    tip = SimpleNamespace(runs=side(8, 24, 2.943), baseline=side(8, 26, 2.94), target=2.954)
+    return forecast(side(2, 24 * (1 - gain), loss), side(2, 24, 2.943), tip)
+
+
+def test_a_forecast_tells_a_large_gain_from_a_small_one_and_from_a_bad_idea():
+    """In most of the draws, by two pairs alone."""
+    cases = {"Yes": (0.06, 2.943, 36), "this gain": (0.01, 2.943, 28)}
+    cases["the loss below"] = 0.06, 2.99, 39
+    for words, (gain, loss, least) in cases.items():
+        lines = [forecast_of(gain, loss, seed) for seed in range(40)]
+        assert sum(words in verdict for *_, verdict in lines) >= least
+    minutes = re.search(r"8 pairs: (\d+) minutes; at this spread they show (\S+) %", lines[0][1])
+    assert minutes[1] == "10" and 1 < float(minutes[2]) < 3
+
+
+def test_a_claim_is_hinted_at_where_there_is_one(repository, capsys):
+    """Not for a script that is as slow as its parent's."""
+    (repository.root / "train_gpt.py").write_text(made.SLOW + "SAME = True\n")
+    status, out, err = call(repository, capsys, "ab", "--runs", 6)
+    assert status == 0, out + err
+    assert "It is no record." in out and "To claim it" not in out
 
 
 # ----- what submit would refuse is told first
@@ -137,6 +193,7 @@ REFUSED = {
         "ab",
         "the script changes torch.sum,",
     ),
+    "six of form": (fake_trainer(), "ab --runs 6 --form", "a change of form takes 8 pairs"),
     "five pairs": (fake_trainer(), "ab --runs 5", f"--runs 5: {MINIMUM} 16"),
     "17 pairs": (fake_trainer(), "ab --runs 17", f"--runs 17: {MINIMUM} 16"),
     "a second first": (fake_trainer(), "run", "has records; `ab` makes pairs with the last"),
@@ -187,6 +244,40 @@ def test_runs_are_judged_as_they_are_made(tmp_path, capsys, old, new, reason):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "loss, verdict",
+    [(0.0, "Reproduced: the loss is below"), (0.04, "NOT reproduced: the loss is above")],
+)
+def test_reproduced_runs_have_a_verdict(repository, capsys, loss, verdict):
+    """By their losses; and seconds that the clock leaves out are told."""
+    tip = folder_of(repository, "First")
+    source = (tip / "train_gpt.py").read_text()
+    wrapper = f"import time; time.sleep(5)\nLOSS_MORE = {loss}\n"
+    slower = source.replace("loss = round(LOSS", f"{wrapper}loss = round({loss} + LOSS")
+    honest = experiment.keep_plan
+
+    def keep_plan(folder, scripts, *words):
+        honest(folder, scripts, *words)
+        (folder / "a" / "train_gpt.py").write_text(slower)
+
+    code = f"code_sha256:{made.sha_of(source)}"
+    slower = re.sub(r"code_sha256:\{.*?\}", code, slower).replace("{code.rstrip()}", "@CODE@")
+    slower = slower.replace('f"""@CODE@', 'SOURCE.rstrip() + f"""')
+    slower = slower.replace("LOSS, TIME", f"SOURCE = {source!r}\nLOSS, TIME", 1)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(experiment, "keep_plan", keep_plan)
+    status, out, err = call(repository, capsys, "reproduce", tip, "--runs", 3)
+    patch.undo()
+    assert status == 0, out + err
+    assert verdict in out
+    wall, told = map(
+        float, re.search(r"by the wall .* (\S+) s, by their clocks (\S+) s", out).groups()
+    )
+    assert wall > told + 15
+    assert re.search(r"WARNING: a clock leaves out [45]\.\d s more of a run", out)
+
+
+@pytest.mark.slow
 def test_reproduced_runs_do_not_count_and_are_judged(repository, capsys):
     """Their seeds are fresh, and kept for the case that they are stopped."""
     tip = folder_of(repository, "First")
@@ -205,6 +296,29 @@ def test_reproduced_runs_do_not_count_and_are_judged(repository, capsys):
     ruled = made.ruled(repository.root, config={**made.FIXED, "layers": [1]})
     status, out, err = call(ruled, capsys, *words)
     assert status == 2 and "mean loss" not in out and "layers is [0, 2], the track's is [1]" in err
+
+
+def test_diff_shows_what_is_a_contestants_own(repository, capfd):
+    """Main has changed two lines since the last record, and the contestant one."""
+    script = repository.root / "train_gpt.py"
+    mine = script.read_text()
+    cleaned = made.SLOW + "A = 1\nB = 2\n"
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@y", "-C", str(repository.root)]
+    script.write_text(cleaned)
+    for words in (["init", "-q", "-b", "main"], ["add", "train_gpt.py"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *words], check=True)
+    script.write_text(cleaned + "C = 3\n")
+    status, out, err = call(repository, capfd, "diff")
+    first = out.splitlines()[0]
+    assert (
+        status == 0 and "_First: 3 lines added, 0 removed; from main: 1, 0; `diff --since" in first
+    )
+    status, out, err = call(repository, capfd, "diff", "--since", "main")
+    added = [line for line in out.splitlines() if re.match(r"\+[^+]", line)]
+    assert status == 0 and added == ["+C = 3"]
+    status, _, err = call(repository, capfd, "diff", "--since", "nowhere")
+    assert status == 2 and "--since nowhere: git shows no such commit" in err
+    script.write_text(mine)
 
 
 def test_diff_knows_the_last_record(repository, capfd):

@@ -82,6 +82,31 @@ def test_honest_records_pass(repository):
     assert not list(repository.root.rglob("executed"))
 
 
+HONEST = tomllib.loads(Path(__file__).with_name("honest.toml").read_text())
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_ideas_pass(repository, name):
+    where, old, new = HONEST[name]
+    for path in paths_at(repository, where):
+        for words in zip(old.split(" && "), new.split(" && "), strict=True):
+            edit(path, *words)
+    made.rewrite(repository)
+    assert main(["table"], made.fresh(repository)) == 0
+    assert refusal(repository) == ""
+
+
+def test_a_batch_that_grows_sixfold_late_passes(repository):
+    """At seven tenths of the steps, say; the clock of the last logged loss stays."""
+    for path in logs_in(folder_of(repository, "First")):
+        unit = made.stored(path).train_time_ms / (42 + 6 * 18)
+        for step in range(10, 60, 10):
+            at = round(unit * (min(step, 42) + 6 * max(0, step - 42)))
+            words = rf"\1train_time:{at}ms step_avg:{at / step:.2f}ms"
+            edit(path, rf"^(step:{step}/.*)train_time:.*", words)
+    assert refusal(repository) == ""
+
+
 # ----- what takes more than edits: functions of the repository and more words
 
 

@@ -1,6 +1,7 @@
 """`python -m records verify` and `submit` beside forged figures: what is merged, files that are not
 what they seem, pages, and this repository's own records."""
 
+import json
 import os
 import re
 import shutil
@@ -182,6 +183,105 @@ def test_submit_takes_the_runs_of_its_track_alone(third, capsys):
     for path in logs_in(folder):  # which are thin; with the script they are what the trainer wrote
         whole = (third.root / "logs" / path.stem / "log.txt").read_text()
         assert made.source_of("third") + path.read_text() == whole
+
+
+# ----- a change of form
+
+
+def formed(repository, word, slower=1.01, name="Form"):
+    """A change of form, whose pairs are with the last record that claims a gain."""
+    began = made.YESTERDAY + timedelta(hours=4 + 2 * len(made.fresh(repository).records[TRACK]))
+    source = made.source_of(word)
+    times = {"count": 8, "time_ms": round(50_000 * slower), "slower": slower, "began": began}
+    made.write_logs(repository.root, source, made.source_of("second"), **times)
+    (repository.root / "train_gpt.py").write_text(source)
+    assert submit(repository, "--name", name, "--form") == 0
+    folder = folder_of(repository, name)
+    edit(folder / "README.md", re.escape(made.render.WHY), made.WHY)
+    return source
+
+
+def test_a_change_of_form_claims_nothing_and_what_follows_is_compared_with_it(repository, capsys):
+    """Its row says so, the factor passes over it, and changes of form do not add up: each is
+    compared with the last record that has a gain."""
+    formed(repository, "form")
+    source = formed(repository, "form again", name="Form-again")
+    began = made.YESTERDAY + timedelta(hours=14)
+    third = made.source_of("third")
+    made.write_logs(repository.root, third, source, 6, 45_000, began)
+    made.submitted(repository, "Third", third)
+    faster = folder_of(repository, "Faster").name
+    plain = made.ruled(repository.root, plain={"record": faster, "factor": 7.0})
+    assert main(["table"], plain) == 0 and refusal(plain) == ""
+    names = ["First", "Faster", "Form", "Form-again", "Third"]
+    records = made.fresh(plain).records[TRACK]
+    assert [record.title for record in records] == names
+    parents = [record.parent and record.parent.title for record in records]
+    assert parents == [None, "First", "Faster", "Faster", "Form-again"]
+    rows = made.render.board_of(records, plain.rules[TRACK], "")[::-1]
+    assert ["form" in row["time against its parent's, in pairs"] for row in rows] == [
+        name.startswith("Form") for name in names
+    ]
+    factors = [row["faster than a plain GPT"] for row in rows]
+    last = 7.0 / (1 + records[-1].gain[0])
+    assert factors[1:] == ["7.0 times", "-", "-", f"{last:.1f} times"]
+    assert "| [Third](" in (repository.root / "README.md").read_text()
+
+
+def test_the_first_page_has_the_last_record_with_a_gain(repository):
+    formed(repository, "form")
+    assert main(["table"], made.fresh(repository)) == 0
+    assert "| [Faster](" in (repository.root / "README.md").read_text()
+
+
+# ----- the first record of a board whose validation tokens nobody knows
+
+
+def test_the_first_record_proposes_the_hash_of_the_validation_tokens(repository, capsys):
+    """Into the rules, for whoever merges it; a hash that is refused with its record goes."""
+    rules = repository.home / "rules.json"
+    rules.write_text(json.dumps({"boards": repository.rules}))
+    config = {**made.CONFIG, "track": "web", "val_sha256": ""}
+    source = made.source_of("web", **config)
+    made.write_logs(repository.root, source, config=config, began=LATER)
+    (repository.root / "train_gpt.py").write_text(source)
+    words = ("--name", "Web", "--track", "web")
+    assert submit(repository, *words, "--by", "<b>") == 2
+    assert json.loads(rules.read_text())["boards"]["web"]["config"]["val_sha256"] == ""
+    assert submit(repository, *words) == 0
+    assert "whoever merges it compares it" in capsys.readouterr().out
+    boards = files.boards_of(json.loads(rules.read_text()))
+    assert boards["web"]["config"]["val_sha256"] == "ab" * 32
+    assert "web: rules.json has no val_sha256" in refusal(repository)
+    folder = next(repository.home.glob("web/*_Web"))
+    edit(folder / "README.md", re.escape(made.render.WHY), made.WHY)
+    proposed = Repository(repository.root, boards)
+    assert main(["table"], proposed) == 0 and refusal(proposed) == ""
+
+
+@pytest.mark.parametrize("tree", ["", "none"])
+def test_another_tree_must_be_there(tree, capsys):
+    assert main(["verify", "--tree", tree]) == 2
+    assert f"--tree {tree!r}: name a checkout" in capsys.readouterr().err
+
+
+def test_older_gates_judge_the_records_that_rules_name(repository, monkeypatch):
+    """And no other: their logs lack what today's say."""
+    for name in ("First", "Faster"):
+        for path in [
+            *logs_in(folder_of(repository, name)),
+            *folder_of(repository, name).glob("b*/*"),
+        ]:
+            edit(path, r"^gates:\w+ .*eot:\d+ places:1 (.*) control:\S+", rf"gates:{'0' * 64} \1")
+            edit(path, r"^untrained.*\n", "")
+    made.rewrite(repository)
+    names = [folder_of(repository, name).name for name in ("First", "Faster")]
+    monkeypatch.setitem(files.RULES["older_gates"], "0" * 64, names)
+    assert refusal(repository) == ""
+    monkeypatch.setitem(files.RULES["older_gates"], "0" * 64, names[:1])
+    assert "_Faster/logs/" in refusal(repository) and "gates have the sha256 0000" in refusal(
+        repository
+    )
 
 
 # ----- pages, and files that are not what they seem

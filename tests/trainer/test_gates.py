@@ -186,7 +186,7 @@ def test_a_mean_of_weights_in_evaluate_alone_is_told(monkeypatch):
 def test_validation_text_that_is_scored_in_part_is_refused():
     """No tail of it may stay without a loss."""
     trainer = gated_trainer(val_batch_tokens=1024)
-    with pytest.raises(ValueError, match="validation tokens are 4000, no multiple of val_batch"):
+    with pytest.raises(ValueError, match="tokens are 4000, no multiple of val_batch"):
         gates.check_gates(trainer, 4, VAL[:4001], 5.0, train_gpt.state_digest)
 
 
