@@ -232,10 +232,17 @@ def test_an_epoch_covers_each_shard_exactly_once():
             where = positions(micro_batch, first)
             assert np.array_equal(shard[where], micro_batch.inputs.numpy())
             assert np.array_equal(shard[where + 1], micro_batch.targets.numpy())
-            tokens, slots = micro_batch.tokens, micro_batch.slots
-            read = torch.cat([micro_batch.inputs[:, None], micro_batch.guesses], dim=1)
-            assert torch.equal(tokens, read[read >= 0].unique())
-            assert torch.equal(tokens[slots], read.where(read >= 0, read[:, :1]).long())
+
+
+def test_a_pass_has_each_token_that_it_reads_once():
+    """Where there is no guess, it reads the input."""
+    text = np.random.default_rng(0).integers(0, 3, 300).astype(np.uint16)
+    passages = [train_gpt.contiguous_passage(text, helpers.EOT, low, 128) for low in (0, 150)]
+    read = train_gpt.make_pass(passages, helpers.tiny_config(), torch.device("cpu"))
+    ids = torch.cat([read.inputs[:, None], read.guesses], dim=1)
+    assert (ids == 0).any(0).all() and (ids[:, 1:] < 0).any(0).all()
+    assert torch.equal(read.tokens, ids[ids >= 0].unique())
+    assert torch.equal(read.tokens[read.slots], ids.where(ids >= 0, ids[:, :1]).long())
 
 
 def test_the_order_depends_on_the_seed_and_the_epoch_alone():
