@@ -1123,8 +1123,8 @@ class Pointer(nn.Module):
         super().__init__()
         self.window = config.pointer_window
         dim = config.model_dim
-        query_key = torch.zeros(2, POINTER_DIM, dim, dtype=config.torch_dtype)
-        self.query_key = ruled(query_key, std=dim**-0.5, lr_mul=0.25)
+        projections = torch.zeros(2, POINTER_DIM, dim, dtype=config.torch_dtype)
+        self.projections = ruled(projections, std=dim**-0.5, lr_mul=0.25)
         self.log_scale = ruled(torch.full((1,), math.log(10.0)))
         self.sink = ruled(torch.zeros(1), lr_mul=5.0)
         self.gate = ruled(torch.zeros(1, dim, dtype=config.torch_dtype), lr_mul=0.5)
@@ -1132,7 +1132,7 @@ class Pointer(nn.Module):
 
     def forward(self, hidden, micro_batch):
         """The States of final hidden states (T, model_dim)."""
-        both = F.linear(hidden, self.query_key.flatten(0, 1)).float()
+        both = F.linear(hidden, self.projections.flatten(0, 1)).float()
         query, key = F.normalize(both.unflatten(1, (2, -1)), dim=2).unbind(1)
         # One more channel, in which queries are 1 and keys 0, gives a sink its score.
         query = F.pad(self.log_scale.exp() * query, (0, 1), value=1.0)

@@ -391,8 +391,10 @@ class SlowGPT:
     def mixed(self, softmax, hidden, inputs, document):
         """Probabilities of the softmax and of the pointer, whose place is in what has followed
         earlier states of the document."""
-        own = {n: self.weights[f"pointer.{n}"] for n in ("query_key", "log_scale", "sink", "bias")}
-        query, key = (hidden @ matrix.T for matrix in own["query_key"])
+        own = {
+            n: self.weights[f"pointer.{n}"] for n in ("projections", "log_scale", "sink", "bias")
+        }
+        query, key = (hidden @ matrix.T for matrix in own["projections"])
         query, key = (x / np.sqrt((x * x).sum(-1, keepdims=True)) for x in (query, key))
         mixed = softmax.copy()
         for i in range(len(hidden)):
