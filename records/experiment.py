@@ -204,18 +204,22 @@ def print_claim(track, is_shown, form=""):
         print("It is no record. Other contestants read records/NOTES.md: add a row to it.")
 
 
+def git(root, *words):
+    """What git says in a folder; nothing where it fails."""
+    return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True).stdout
+
+
 def difference(root, name, before, source):
-    """How many lines of a record's script a script changes, and how many of main's: the others are
-    main's own changes since that record."""
-    added, removed = changed_lines(before, source)
-    said = f"train_gpt.py differs from {name}: {added} lines added, {removed} removed"
+    """How many lines of a record's script a script changes, and how many since it left main: the
+    others are main's own changes since that record."""
+    said = "train_gpt.py differs from {}: {} lines added, {} removed"
+    said = said.format(name, *changed_lines(before, source))
     for branch in ("main", "origin/main"):
-        words = ["git", "show", f"{branch}:train_gpt.py"]
-        done = subprocess.run(words, cwd=root, capture_output=True, text=True)
-        if not done.returncode:
-            own = "; from {}: {}, {}; `diff --since {}` shows these, the others are main's own"
-            said += own.format(branch, *changed_lines(done.stdout, source), branch)
-            break
+        base = git(root, "merge-base", branch, "HEAD").strip()
+        if base:
+            own = changed_lines(git(root, "show", f"{base}:train_gpt.py"), source)
+            hint = f"of these, {{}} and {{}} since {branch}, as `diff --since {branch}` shows"
+            return f"{said}; {hint.format(*own)}; the others are main's own."
     return f"{said}."
 
 
