@@ -39,7 +39,8 @@ def verify(repository, options):
 
 def diff(repository, options):
     if options.since:
-        words = ["git", "diff", "--stat", "--patch", options.since, "--", "train_gpt.py"]
+        words = ["git", "diff", "--stat", "--patch", "--merge-base", options.since]
+        words += ["--", "train_gpt.py"]
         done = subprocess.run(words, cwd=repository.root)
         require(not done.returncode, f"--since {options.since}: git shows no such commit")
         return

@@ -77,24 +77,23 @@ def check_imports(tree):
 def check_assignments(tree):
     """Nothing is assigned to what PACKAGES hold, so that their functions stay what they are for
     everybody. Who hides it under another name is found by the diff's reader."""
+    roots = {package.split(".")[0] for package in PACKAGES}
     imported = set()
     for node in ast.walk(tree):
         for alias, name in zip(getattr(node, "names", []), imported_by(node), strict=False):
-            if name.split(".")[0] in {package.split(".")[0] for package in PACKAGES}:
+            if name.split(".")[0] in roots:
                 imported.add(alias.asname or alias.name.split(".")[0])
     for node in ast.walk(tree):
-        target = node
+        is_target = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
-            target = node.args[0] if node.args else node
-        elif not isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
-            continue
-        name = ast.unparse(target)
-        while isinstance(target, ast.Attribute | ast.Subscript):
-            target = target.value
-        is_own = target is node or getattr(target, "id", "") not in imported
-        is_own = is_own or name.startswith(SETTINGS)
-        hint = f"open are {', '.join(SETTINGS)}"
-        require(is_own, f"the script changes {name[:60]}, which it imports; {hint}")
+            node, is_target = ast.Attribute(node.args[0], "*"), True
+        owner = node
+        while isinstance(owner, ast.Attribute | ast.Subscript):
+            owner = owner.value
+        if is_target and owner is not node and getattr(owner, "id", "") in imported:
+            name = ast.unparse(node)
+            hint = f"which it imports; open are {', '.join(SETTINGS)}"
+            require(name.startswith(SETTINGS), f"the script changes {name[:60]}, {hint}")
 
 
 @functools.cache

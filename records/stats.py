@@ -74,17 +74,6 @@ def p_faster(times, others):
     return float(np.mean(sums <= sums[0]))
 
 
-def p_less(values, others):
-    """One-sided p of Welch's t-test that the mean of `values` is below that of `others`; 1.0
-    without spread."""
-    parts = [np.var(side, ddof=1) / len(side) for side in (values, others)]
-    if not sum(parts):
-        return 1.0
-    t = (np.mean(values) - np.mean(others)) / math.sqrt(sum(parts))
-    shares = [part**2 / (len(side) - 1) for part, side in zip(parts, (values, others), strict=True)]
-    return float(special.stdtr(sum(parts) ** 2 / sum(shares), t))
-
-
 def differences(times, others):
     """Differences of the logarithms of times of pairs."""
     return list(np.log(times) - np.log(others))

@@ -311,7 +311,8 @@ def test_diff_shows_what_is_a_contestants_own(repository, capfd):
     status, out, err = call(repository, capfd, "diff")
     first = out.splitlines()[0]
     assert (
-        status == 0 and "_First: 3 lines added, 0 removed; from main: 1, 0; `diff --since" in first
+        status == 0
+        and "_First: 3 lines added, 0 removed; of these, 1 and 0 since main, as" in first
     )
     status, out, err = call(repository, capfd, "diff", "--since", "main")
     added = [line for line in out.splitlines() if re.match(r"\+[^+]", line)]
