@@ -106,6 +106,7 @@ GRID = (
     Setting(128, 1, 64, 2048, 3e-3),
     Setting(128, 2, 64, 1024, 3e-3),
     Setting(128, 1, 64, 1024, 3e-3),
+    Setting(128, 1, 32, 2048, 3e-3),
 )
 REFERENCE = Setting(128, 3, 128, 2048, 3e-3)
 FINALISTS = (
