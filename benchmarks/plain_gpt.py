@@ -6,13 +6,15 @@
 
 The model has learned positions, LayerNorm, biases, GELU, and a head tied to the embedding, as
 nanoGPT trains it (Karpathy 2022): random windows, AdamW, a clipped gradient, a linear warm-up and
-then a cosine. It is tuned once. Each setting of the grid below has 60 seconds; the best of each of
-the three best widths and depths has ten minutes, the best of these at two more rates, and the best
-of all five seeds. All are scored on 262,144 validation tokens, in blocks of their own context.
+then a cosine. It is tuned once. Each setting of the grid below has 60 seconds; the finalists have
+ten minutes, the best of these at two more rates, and the best of all five seeds. A long run is
+given up where its loss is far above what the reference shape had by then. All are scored on 262,144
+validation tokens, in blocks of their own context.
 
 The tuning counts time in steps, so that other work on the machine changes no figure: a step of a
 shape takes the mean of the fastest tenth of 60 steps, which are measured in three turns of all
-shapes, and S seconds are as many of these. A call goes on where the last one stopped, and ends when
+shapes, and S seconds are as many of these. New shapes are timed beside the reference shape, whose
+time stays that of the first machine. A call goes on where the last one stopped, and ends when
 no run fits into its minutes. Results: benchmarks/results/plain_gpt.{json,md}; the last line is
 `plain_gpt loss:<mean> std:<of the seeds> seeds:<n> tokens:<of a run> seconds:600`.
 
@@ -49,7 +51,7 @@ HEAD_DIM = 32
 VAL_TOKENS = 262_144
 WARM_UP = 100  # steps at least, for a short run's high rate breaks the model after fewer
 SHORT, LONG = 60, 600  # seconds
-FINALISTS = 3
+GIVE_UP = {0.4: 3.501, 0.8: 3.074}  # at this share of a long run: 0.12, 0.05 above the reference
 SEEDS = (1, 2, 3, 4, 5)
 TURNS, STEPS_OF_TURN = 3, 20  # of calibration
 STEPS_TIMED = 60  # in a turn beside our trainer
@@ -100,6 +102,18 @@ GRID = (
     Setting(192, 4, 256, 2048, 3e-3),
     Setting(256, 3, 128, 1024, 1.5e-3),
     Setting(256, 4, 128, 1024, 1.5e-3),
+    Setting(128, 2, 64, 2048, 3e-3),
+    Setting(128, 1, 64, 2048, 3e-3),
+    Setting(128, 2, 64, 1024, 3e-3),
+    Setting(128, 1, 64, 1024, 3e-3),
+    Setting(128, 1, 32, 2048, 3e-3),
+)
+REFERENCE = Setting(128, 3, 128, 2048, 3e-3)
+FINALISTS = (
+    REFERENCE,
+    Setting(192, 3, 128, 1024, 3e-3),
+    Setting(128, 4, 128, 2048, 6e-3),
+    Setting(192, 2, 128, 1024, 3e-3),
 )
 
 
@@ -234,15 +248,21 @@ def measure(run, step_seconds, corpus):
     setting = run.setting
     steps = round(run.seconds / step_seconds[setting.shape])
     training = Training(setting, run.seed, steps, corpus)
-    times = [training.step(step) for step in range(steps)]
+    bounds = {}
+    if run.seconds == LONG:
+        bounds = {round(share * steps): bound for share, bound in GIVE_UP.items()}
+    for taken in range(1, steps + 1):
+        training.step(taken - 1)
+        if taken in bounds and training.loss() > bounds[taken]:
+            break
     return {
         **setting._asdict(),
         "seconds": run.seconds,
         "seed": run.seed,
-        "steps": steps,
-        "tokens": steps * setting.batch,
+        "steps": taken,
+        "planned": steps,
+        "tokens": taken * setting.batch,
         "loss": training.loss(),
-        "fastest_step": fastest(times),
     }
 
 
@@ -253,12 +273,8 @@ def wanted(losses):
     """Yield all runs in order; who asks for one has put the losses of those before into `losses`,
     {run: loss}."""
     yield from (Run(setting, SHORT, 1) for setting in GRID)
-    best_of_size = {}
-    for setting in sorted(GRID, key=lambda setting: losses[Run(setting, SHORT, 1)]):
-        best_of_size.setdefault((setting.width, setting.layers), setting)
-    finalists = list(best_of_size.values())[:FINALISTS]
-    yield from (Run(setting, LONG, 1) for setting in finalists)
-    best = min(finalists, key=lambda setting: losses[Run(setting, LONG, 1)])
+    yield from (Run(setting, LONG, 1) for setting in FINALISTS)
+    best = min(FINALISTS, key=lambda setting: losses[Run(setting, LONG, 1)])
     rates = [best._replace(rate=best.rate * factor) for factor in (2.0, 0.5)]
     yield from (Run(setting, LONG, 1) for setting in rates)
     best = min([best, *rates], key=lambda setting: losses[Run(setting, LONG, 1)])
@@ -295,7 +311,10 @@ def report(runs, step_seconds):
     for (seconds, setting), own in by_setting.items():
         losses = [figures["loss"] for figures in own]
         milliseconds = f"{1000 * step_seconds[setting.shape]:.0f}"
-        sizes = [own[0]["steps"], f"{own[0]['tokens']:,}"]
+        steps = own[0]["steps"]
+        planned = own[0].get("planned", steps)
+        taken = steps if steps == planned else f"{steps} of {planned}, given up"
+        sizes = [taken, f"{own[0]['tokens']:,}"]
         rows.append([seconds, *setting, milliseconds, *sizes, common.spread(losses, 4), len(own)])
     rows.sort(key=lambda row: (row[0], row[-2]))
     header = ["seconds", "width", "layers", "context", "batch, tokens", "rate", "ms a step"]
@@ -461,9 +480,11 @@ def main(argv=None):
         )
     corpus = Corpus(ENGLISH)
     step_seconds = known.get("step_seconds", {})
-    new_shapes = [setting for setting in GRID if setting.shape not in step_seconds]
-    if new_shapes:
-        step_seconds |= calibrate(new_shapes, corpus)
+    settings = (*GRID, *FINALISTS)
+    if new := [setting for setting in settings if setting.shape not in step_seconds]:
+        times = calibrate([REFERENCE, *new], corpus)
+        scale = step_seconds.get(REFERENCE.shape, times[REFERENCE.shape]) / times[REFERENCE.shape]
+        step_seconds = {shape: scale * own for shape, own in times.items()} | step_seconds
         keep(arguments.results, facts, runs, step_seconds)
     while (run := next_run(runs)) and time.monotonic() + run.seconds < deadline:
         runs.append(measure(run, step_seconds, corpus))

@@ -31,20 +31,29 @@ def test_the_loss_against_float64():
     torch.testing.assert_close(found.double(), -expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_tuning_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("bound", "steps"), [(9.0, 20), (0.0, 16)])
+def test_a_tuning_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, bound, steps):
     text = {"vocab_size": 50, "train": torch.arange(999) % 50, "val": torch.arange(257) % 50}
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # later forks would hang
     monkeypatch.setattr(plain_gpt.Corpus, "__init__", lambda self, _: vars(self).update(text))
-    monkeypatch.setattr(plain_gpt, "calibrate", lambda grid, _: {grid[0].shape: 30.0})
+    monkeypatch.setattr(plain_gpt, "calibrate", lambda few, _: {one.shape: 15.0 for one in few})
     monkeypatch.setattr(plain_gpt, "GRID", [plain_gpt.Setting(32, 1, 16, 64, 0.01)])
+    monkeypatch.setattr(plain_gpt, "FINALISTS", plain_gpt.GRID)
+    monkeypatch.setattr(plain_gpt, "GIVE_UP", {0.4: 9.0, 0.8: bound})
+    # This machine is twice as fast as the first, on which the reference shape took 30 seconds.
+    known = {"runs": [], "step_seconds": {plain_gpt.REFERENCE.shape: 30.0}}
+    (tmp_path / "plain_gpt.json").write_text(json.dumps(known))
     ends = []
     for _ in range(2):
         plain_gpt.main(["--results", str(tmp_path)])
         content = json.loads((tmp_path / "plain_gpt.json").read_text())
-        ends.append([{**run, "fastest_step": 0} for run in content["runs"]])
+        ends.append(list(content["runs"]))
         content["runs"] = content["runs"][:3]
         (tmp_path / "plain_gpt.json").write_text(json.dumps(content))
     assert ends[0] == ends[1] and len(ends[0]) == 1 + 2 + 5
+    assert [(run["steps"], run["planned"]) for run in ends[0]] == [(2, 2)] + 7 * [(steps, 20)]
+    given_up = f"| {steps} of 20, given up |" in (tmp_path / "plain_gpt.md").read_text()
+    assert given_up == (steps < 20)
 
 
 def test_the_plain_gpt_stops_where_its_smoothed_loss_is_no_higher():
