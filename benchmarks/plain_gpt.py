@@ -313,7 +313,7 @@ def report(runs, step_seconds):
         milliseconds = f"{1000 * step_seconds[setting.shape]:.0f}"
         steps = own[0]["steps"]
         planned = own[0].get("planned", steps)
-        taken = steps if steps == planned else f"{steps} of {planned}, given up"
+        taken = steps if steps == planned else f"{steps} of {planned}"
         sizes = [taken, f"{own[0]['tokens']:,}"]
         rows.append([seconds, *setting, milliseconds, *sizes, common.spread(losses, 4), len(own)])
     rows.sort(key=lambda row: (row[0], row[-2]))
