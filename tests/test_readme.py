@@ -19,7 +19,13 @@ from records import render
 from records.record import Repository
 
 README = (ROOT / "README.md").read_text()
-PAGES = ["README.md", "CONTRIBUTING.md", "program.md", "tests/faults/README.md", "benchmarks/README.md"]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "program.md",
+    "tests/faults/README.md",
+    "benchmarks/README.md",
+]
 PAGES += [f"records/{name}.md" for name in ("README", "NOTES", "HISTORY")]
 EACH_PAGE = pytest.mark.parametrize("page", PAGES)
 
