@@ -1,5 +1,6 @@
 """Use a trained model: continue a prompt, or score the validation tokens.
 
+    python sample.py --checkpoint RUN --interactive
     python sample.py --checkpoint RUN --prompt "A word that" --samples 3 --top-k 40
     python sample.py --checkpoint RUN --eval
 
@@ -7,6 +8,7 @@ RUN is the id of a run, its folder, or a checkpoint of any track.
 """
 
 import codecs
+import contextlib
 import dataclasses
 import math
 import os
@@ -31,6 +33,7 @@ def parse(argv):
     add("--checkpoint", required=True, metavar="RUN", help="run id, folder of a run, or checkpoint")
     task = parser.add_mutually_exclusive_group().add_argument
     task("--prompt", default="", help="text to continue; without it the model starts a document")
+    task("--interactive", action="store_true", help="continue each line that you type")
     task("--eval", action="store_true", help="print the validation loss instead")
     add("--tokens", type=int, default=200, metavar="N", help="at most so many more tokens [200]")
     add("--samples", type=int, default=1, metavar="N", help="so many continuations [1]")
@@ -155,17 +158,22 @@ def show(text):
     print(text.encode(coding, "backslashreplace").decode(coding), end="", flush=True)
 
 
-def print_samples(trainer, content, given):
-    """Print the prompt with each of its continuations, as the model makes them."""
-    # The corpus has the vocabulary, and one that is named may be another.
-    tokenizer = tokenizer_of(trainer.config, None if given.data else content["data"])
-    prompt = tokenizer.encode(given.prompt.encode(errors="surrogateescape")).tolist()
+def prompts_typed():
+    """Yield the lines that are typed, or come from a pipe, until Ctrl-D or its end."""
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input("> " if sys.stdin.isatty() else "")
+
+
+def print_samples(trainer, step, tokenizer, given, text):
+    """Print a prompt, `text`, with each of its continuations, as the model makes them."""
+    prompt = tokenizer.encode(text.encode(errors="surrogateescape")).tolist()
     for number in range(given.samples):
         if given.samples > 1:
             show(f"--- sample {number + 1} of {given.samples}\n")
-        show(given.prompt)
+        show(text)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # tokens cut into characters
-        for token in continuation(trainer, content["step"], prompt, given, given.seed + number):
+        for token in continuation(trainer, step, prompt, given, given.seed + number):
             show(decoder.decode(tokenizer.pieces[token]))
         show(decoder.decode(b"", final=True) + "\n")
 
@@ -177,8 +185,11 @@ def main(argv=None):
         trainer, content = open_trained(given.checkpoint, given.device, given.data)
         if given.eval:
             print(evaluation(trainer, content, given.data))
-        else:
-            print_samples(trainer, content, given)
+            return 0
+        # The corpus has the vocabulary, and one that is named may be another.
+        tokenizer = tokenizer_of(trainer.config, None if given.data else content["data"])
+        for text in prompts_typed() if given.interactive else [given.prompt]:
+            print_samples(trainer, content["step"], tokenizer, given, text)
         return 0
     except KeyboardInterrupt:
         return 130

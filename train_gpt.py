@@ -47,6 +47,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import lzma
 import math
 import os
 import platform
@@ -3058,7 +3059,8 @@ class Corpus(NamedTuple):
     shards: list  # the training Shards
     val: Any  # (val_tokens + 1,) uint16: the first tokens of the validation split
     control: Any  # uint16: up to an eighth as many from its last one on, which judge no run
-    passes: int  # over the shards that training takes
+    length: int  # training tokens that fill micro-batches
+    is_own: bool  # it is a text of the user's, not the track's
 
     def require_same(self, sha256, message):
         """Raise ConfigError unless the manifest has this sha256, which a checkpoint names."""
@@ -3088,10 +3090,9 @@ def open_corpus(config):
             shard.checked(config)
         held += (shard.length - 1) // length * length
     message = f"one pass over the shards has {held:,} tokens, the schedule takes {needed:,}"
-    is_own = config.data != TRACKS[config.track].data  # the user's: it is read as often as needed
+    is_own = config.data != TRACKS[config.track].data  # it is read as often as needed
     require(0 < held and (is_own or needed <= held), folder, message, "lower --steps, or add text")
-    control = text[config.val_tokens : most]
-    return Corpus(manifest, shards, val, control, passes=math.ceil(needed / held))
+    return Corpus(manifest, shards, val, text[config.val_tokens : most], held, is_own)
 
 
 def validation_hash(val):
@@ -3497,13 +3498,24 @@ class Run:
         """Log losses of the model as it stands, which must be finite, with five decimals."""
         said = " ".join(f"{name}:{loss:.5f}" for name, loss in losses.items())
         took = 1000 * self.clock.seconds()
-        average = took / max(1, self.step)
-        self.log.line(
+        line = (
             f"step:{self.step}/{self.config.steps} {said}{words} "
-            f"train_time:{took:.0f}ms step_avg:{average:.2f}ms"
+            f"train_time:{took:.0f}ms step_avg:{took / max(1, self.step):.2f}ms"
         )
+        self.log.line(line, on_console=False)
+        self.log.line(line + self.time_left(), in_file=False)
         if not all(map(math.isfinite, losses.values())):
             raise FloatingPointError(f"{said} at step {self.step}")
+
+    def time_left(self):
+        """Words on how long training still takes, for a terminal; none for a pipe or a file."""
+        if not os.isatty(1) or self.step == self.config.steps:
+            return ""
+        # By tokens, of which later steps may have more.
+        done = training_tokens(self.config, self.step)
+        share = training_tokens(self.config) / done - 1
+        seconds = share * self.clock.seconds()
+        return f" left:{datetime.timedelta(seconds=round(seconds))}"
 
     def log_training(self):
         """Log the mean loss of the training steps since the last logged one."""
@@ -3614,8 +3626,9 @@ class Run:
             log.line("overrides:" + json.dumps(overrides))
         elif config.run_of:
             log.line("batch:{} counter:{} start:{}".format(*config.run_of.split(":")))
+        passes = math.ceil(training_tokens(config) / self.corpus.length)
         log.line(
-            f"data:{self.corpus.manifest['sha256']} shards:ok passes:{self.corpus.passes} "
+            f"data:{self.corpus.manifest['sha256']} shards:ok passes:{passes} "
             f"backends:attention={self.trainer.attention_name},matmul=torch-{config.dtype},"
             f"compile={'inductor' if config.compile else 'off'}"
         )
@@ -3645,6 +3658,24 @@ class Run:
         gates = self.gates()
         return gates and gates.check_gates(*seen, self.corpus.control, self.clock.stopped_at)
 
+    def log_own_text(self):
+        """Log what one reading of a text of the user's takes, and how well lzma packs the bytes
+        that are scored, if tokens are bytes."""
+        config = self.config
+        length = self.corpus.length
+        share = length / training_tokens(config)  # of a run
+        seconds = share * self.clock.seconds()
+        self.log.line(
+            f"your text has {length:,} tokens; --steps {share * config.steps:.0f} reads it once, "
+            f"about {seconds:.0f} s here"
+        )
+        # Of other tokens the trainer knows the number of their bytes alone.
+        if config.tokenizer == "bytes":
+            text = self.corpus.val[1:]
+            text = text[text < 256].astype(np.uint8).tobytes()
+            bits = 8 * len(lzma.compress(text)) / len(text)
+            self.log.line(f"lzma bits_per_byte:{bits:.5f}")
+
     def log_result(self, loss):
         """Log what came of a run, of its validation loss and of the gates. Raises RuntimeError
         where a gate has failed."""
@@ -3666,6 +3697,8 @@ class Run:
             self.trainer.optimizer.take_mean()
             words += f" mean_val_loss:{self.trainer.evaluate(self.step, self.corpus.val):.5f}"
         log.line(words)
+        if self.corpus.is_own:
+            self.log_own_text()
         gates = [f" {name}:{'ok' if is_passed else 'FAILED'}" for name, is_passed in passed.items()]
         validity = f"validity:{''.join(gates) or 'unchecked'}"
         sha256 = validation_hash(self.corpus.val)

@@ -12,6 +12,7 @@ try:
     from records.experiment import ab, difference, rehearse, reproduce, run, submit
     from records.files import CONTROL, HOME, RULES, RecordError, read_text, require, settings
     from records.judge import check_pages, check_records
+    from records.log import machine_of
     from records.record import Repository, read_script
     from records.source import sha256_of
 except Exception as error:  # a package that is missing, or the tool's own files are damaged
@@ -27,7 +28,7 @@ def table(repository, options):
         files.write_text(path, text)
     for track, paths in render.pictures_of(repository).items():
         target = repository.rules[track]["config"]["target_loss"]
-        picture.plot(paths, repository.home / f"{track}.svg", target)
+        picture.plot(paths, repository.home / f"{track}.svg", target, render.LINES)
 
 
 def verify(repository, options):
@@ -59,6 +60,11 @@ def plot(repository, options):
     print(f"plot: {out}")
 
 
+def machine(repository, options):
+    folder = repository.root / "logs" / options.run
+    print(render.machine_row(machine_of(folder / "log.txt", options.track)))
+
+
 def gates(repository, options):
     newest = sha256_of(read_text(HOME / "gates.py"))
     older = {}
@@ -69,7 +75,7 @@ def gates(repository, options):
     files.write_text(HOME / "rules.json", f"{rules}\n")
 
 
-COMMANDS = (run, rehearse, ab, submit, table, verify, diff, reproduce, plot, gates)
+COMMANDS = (run, rehearse, ab, submit, table, verify, diff, reproduce, plot, machine, gates)
 CALLS = {command.__name__: command for command in COMMANDS}
 
 

@@ -104,15 +104,39 @@ def check_losses(run, points):
         require(is_same, f"bits_per_byte is {run.bits[:20]}; of this loss it is {bits:.5f}")
 
 
+def check_complete(lines):
+    """RecordError unless a log's lines end as those of a run that is complete."""
+    ending = lines[-1] if lines else ""
+    is_complete = ending.startswith("status:ok ")
+    require(is_complete, f"the run did not complete, or its log was cut: {ascii(ending[:80])}")
+
+
+def machine_of(path, track):
+    """{name: value} of what a complete run's log says of the machine and of the result, and the
+    `seconds` from its start to the last line that was written to it. RecordError where it is no run
+    of the track as it stands."""
+    with about(path):
+        _, lines = split_log(read_text(path))
+        check_complete(lines)
+        is_own = not any(line.startswith(("overrides:", "resumed:")) for line in lines)
+        require(is_own, "the run has settings of its own, or was resumed; send one without")
+        tail = [FORMS["step"], *FORMS["tail"]]
+        said = {}
+        found = {}
+        rows = [FORMS["head"][0], *tail]
+        for line, (kind, template) in zip([lines[0], *lines[-len(tail) :]], rows, strict=True):
+            found |= values_of(line, kind, template, said)
+        require(said["track"] == track, f"track {said['track']}, and the table is of {track}")
+        return found | {"seconds": path.stat().st_mtime - found["started"].timestamp()}
+
+
 def parse_log(path, script):
     """What the complete log of a script's run says: what FORMS keep, times in ms, and `losses` to
     compare, by their kind and step, where 0 is the last step of any run."""
     text = read_text(path)
     with about(path):
         source, lines = split_log(text)
-        ending = lines[-1] if lines else ""
-        is_complete = ending.startswith("status:ok ")
-        require(is_complete, f"the run did not complete, or its log was cut: {ascii(ending[:80])}")
+        check_complete(lines)
         head, tail = FORMS["head"], FORMS["tail"]
         if lines[len(head) : len(head) + 1] and lines[len(head)].startswith("untrained"):
             head = [*head, FORMS["untrained"]]

@@ -30,19 +30,19 @@ def curves_of(path):
     return curves
 
 
-def plot(paths, out, target=0.0):
+def plot(paths, out, target=0.0, labels=()):
     """Draw the losses of records' folders, runs' folders and logs against seconds, into a PNG or,
-    where its name says so, an SVG."""
+    where its name says so, an SVG. labels: of the paths, in place of their names."""
     with about("matplotlib"):  # it may be absent, or misled by a variable
         from matplotlib import style
 
     with style.context(["default", STYLE]), whole(out) as partial:  # whatever a matplotlibrc says
         kind = "svg" if out.suffix == ".svg" else "png"
-        figure = figure_of(paths, target)
+        figure = figure_of(paths, target, labels)
         figure.savefig(partial, format=kind, dpi=200, metadata={"Date": None})
 
 
-def figure_of(paths, target):
+def figure_of(paths, target, labels=()):
     """The matplotlib Figure of losses against seconds."""
     from matplotlib import colormaps, ticker
     from matplotlib.figure import Figure
@@ -55,7 +55,7 @@ def figure_of(paths, target):
         for kind, points in (pair for log in logs for pair in curves_of(log).items()):
             seconds, losses = zip(*points, strict=True) if points else ([], [])
             axes.plot(seconds, losses, color=colour, **STYLES[kind])
-        name = path.absolute().name.removesuffix(".json")
+        name = labels[number] if labels else path.absolute().name
         axes.plot([], [], color=colour, label=name.replace("$", r"\$"))  # which begins a formula
     axes.set(xscale="log", xlabel="training time, s", yscale="log", ylabel="loss, nats per token")
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))

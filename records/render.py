@@ -11,6 +11,8 @@ from records.source import changed_lines
 END = "<!-- end -->"
 WHY = "Write here what the idea is, why it works, and what was tried beside it."
 PLAIN = "benchmarks/results/plain_curve.json"  # the plain GPT's losses at their seconds
+# The lines of the first page's picture, as a reader would name them.
+LINES = ["this trainer: the newest record, each run", "a plain GPT with AdamW, tuned for this text"]
 FIRST_PAGE = ["record", "training time, s", "validation loss", "hardware, dtype"]  # columns there
 FIRST_PAGE += ["faster than a plain GPT"]
 
@@ -130,11 +132,42 @@ def pictures_of(repository):
     return shown
 
 
+def headline_of(track, row):
+    """What the first page begins with: a board's newest record, a row of its leaderboard."""
+    loss = row["validation loss"].partition(", p =")[0]
+    plain = "[plain GPT](benchmarks/README.md#a-plain-gpt)"
+    return (
+        f"![Loss of {track} against seconds, beside a plain GPT](records/{track}.svg)\n\n"
+        f"**On the board `{track}` a GPT reaches the target loss in {row['training time, s']} s of "
+        f"training, {row['faster than a plain GPT']} as fast as a {plain}.** "
+        f"Its validation loss is {loss}, on {row['hardware, dtype']}."
+    )
+
+
+def machine_row(run):
+    """A run of machine_of() as a line of the table of other machines."""
+    versions = f"torch {run['torch']}, CUDA {run['cuda']}"
+    row = {
+        "processor or GPU": run["device"],
+        "ranks": f"{run['world_size']}",
+        "training, s": f"{run['time_ms'] / 1000:.1f}",
+        "from start to result, s": f"{run['seconds']:.1f}",
+        "validation loss": f"{run['loss']:.4f}",
+        "versions": versions,
+        "commit": run["commit"][:8],
+        "date": f"{run['started']:%Y-%m-%d}",
+    }
+    return table([row]).splitlines()[-1]
+
+
 def pages_of(repository):
-    """{path: text} of what `table` writes: the leaderboards, and the first page's results."""
+    """{path: text} of what `table` writes: the leaderboards, and the first page's headline and
+    results."""
     page, first = repository.home / "README.md", repository.root / "README.md"
     text = read_text(page)
     rows = []
+    headlines = []
+    pictures = pictures_of(repository)
     for track, records in repository.records.items():
         rules = repository.rules[track]
         board = board_of(records, rules, "")
@@ -147,8 +180,7 @@ def pages_of(repository):
         ]
         newest = gained[:1] or [{"record": "not measured yet"}]
         rows.append(row | {name: newest[0].get(name, "-") for name in FIRST_PAGE})
-    block = table(rows)
-    for track in pictures_of(repository):
-        words = f"Loss of {track} against seconds, beside a plain GPT"
-        block += f"\n\n![{words}](records/{track}.svg)"
-    return {page: text, first: with_block(first, read_text(first), "records", block)}
+        if track in pictures:
+            headlines.append(headline_of(track, newest[0]))
+    top = with_block(first, read_text(first), "headline", "\n\n".join(headlines))
+    return {page: text, first: with_block(first, top, "records", table(rows))}

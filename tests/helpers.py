@@ -253,7 +253,7 @@ class Run:
     def result(self):
         """{name: text} of what the last lines of the log say."""
         kinds = "comms:", "validity:", "final "
-        lines = [line for line in self.log[-6:] if line.startswith(kinds)]
+        lines = [line for line in self.log[-8:] if line.startswith(kinds)]
         return dict(re.findall(r"([\w/]+)[:=](\S+)", " ".join(lines)))
 
     def checkpoint(self, name="checkpoint.pt"):

@@ -4,7 +4,8 @@
     python tests/mutations.py rotary polar  those of these names
 
 Each is made alone, in a copy of the tree, and the tests of its row run there; without a mutation
-these must pass. mutations.toml has the changes, mutations.md the results.
+these must pass. mutations.toml has the changes; what the tests said of them is written to
+mutations.md, under today's date.
 """
 
 import os
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from pathlib import Path
 
@@ -24,6 +26,7 @@ LEFT_OUT = shutil.ignore_patterns(".*", "logs", "__pycache__", "*.bin")
 # {name: {"file": train_gpt.py where none is named, "old": what stands once in it, "new": ...,
 # "tests": words for pytest}}.
 ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+RESULTS = Path(__file__).with_suffix(".md")
 
 
 def tests_fail(folder, tests):
@@ -40,6 +43,28 @@ def tests_fail(folder, tests):
     return done.returncode in FAILED
 
 
+def cells_of(line):
+    return [cell.strip() for cell in line.strip("| ").split("|")]
+
+
+def with_column(text, day, results):
+    """The text of mutations.md with {name: "caught" or "MISSED"} of a day, and the rows of today's
+    mutations. A dash stands where a mutation was not run that day."""
+    lines = text.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    _, _, *days = cells_of(lines[first])
+    found = {day: {} for day in days}
+    for name, _, *verdicts in map(cells_of, lines[first + 2 :]):
+        for known, verdict in zip(days, verdicts, strict=True):
+            found[known][name] = verdict
+    found[day] = found.get(day, {}) | results
+    rows = [["Mutation", "Tests", *found], ["---"] * (2 + len(found))]
+    for name, row in ROWS.items():
+        rows.append([name, row["tests"], *(each.get(name, "-") for each in found.values())])
+    table = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([*lines[:first], *table]) + "\n"
+
+
 def main(names):
     if unknown := [name for name in names if name not in ROWS]:
         sys.exit(f"{unknown[0]}: no such mutation; they are {', '.join(ROWS)}")
@@ -48,7 +73,7 @@ def main(names):
         if (count := (ROOT / row["file"]).read_text("utf-8").count(row["old"])) != 1:
             sys.exit(f"{name}: its old text stands {count} times in {row['file']}")
     all_tests = sorted({word for row in chosen.values() for word in row["tests"].split()})
-    caught = 0
+    results = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "tree")
         shutil.copytree(ROOT, folder, ignore=LEFT_OUT)
@@ -58,10 +83,12 @@ def main(names):
             path = folder / row["file"]
             source = path.read_text("utf-8")
             path.write_text(source.replace(row["old"], row["new"]), "utf-8")
-            is_caught = tests_fail(folder, row["tests"].split())
+            results[name] = "caught" if tests_fail(folder, row["tests"].split()) else "MISSED"
             path.write_text(source, "utf-8")
-            caught += is_caught
-            print(f"{'caught' if is_caught else 'MISSED'}  {name}", flush=True)
+            print(f"{results[name]}  {name}", flush=True)
+            page = with_column(RESULTS.read_text("utf-8"), time.strftime("%Y-%m-%d"), results)
+            RESULTS.write_text(page, "utf-8")
+    caught = list(results.values()).count("caught")
     print(f"mutations: {caught}/{len(chosen)} caught")
     return 0 if caught == len(chosen) else 1
 

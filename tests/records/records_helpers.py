@@ -35,6 +35,7 @@ STAGES = [{"start": 0.0, "micro_batches": 8, "lr": 1.0}]
 RUN = {"seed": -1, "run_id": "", "resume": "", "run_of": ""}
 MODEL = {"cooldown": 0.45, "layers": [0, 2], "matrix_lr": 0.025, "dtype": "bfloat16"}
 CONFIG = {"track": TRACK, **FIXED, **SCHEDULE, "stages": STAGES, **MODEL, **RUN}
+FIRST_PAGE = "# First\n\n<!-- headline -->\n<!-- end -->\n\n<!-- records -->\n<!-- end -->\n"
 HERE = Path(__file__).parent
 CLASSES = (HERE / "classes.txt").read_text()  # of a configuration
 
@@ -133,7 +134,7 @@ def make_repository(root):
     (root / "records" / TRACK).mkdir(parents=True)
     boards = [f"<!-- records/{track} -->\nNo records yet.\n<!-- end -->" for track in RULES]
     (root / "records" / "README.md").write_text("\n\n".join(["# A repository", *boards, "End.\n"]))
-    (root / "README.md").write_text("# First\n\n<!-- records -->\n<!-- end -->\n")
+    (root / "README.md").write_text(FIRST_PAGE)
     return Repository(root, RULES)
 
 

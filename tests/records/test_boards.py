@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -63,15 +64,46 @@ def test_the_first_page_has_the_newest_record_and_its_picture(repository, capsys
     curve.write_text('{"seconds": [10.0, 600.0], "loss": [4.0, 0.9]}')
     assert "README.md: is not current" in refusal(ruled_so)
     assert call(ruled_so, capsys, "table")[0] == 0
-    assert f"(records/{TRACK}.svg)\n<!-- end" in (repository.root / "README.md").read_text()
+    text = (repository.root / "README.md").read_text()
+    assert f"<!-- headline -->\n![Loss of {TRACK} against" in text
+    assert f"(records/{TRACK}.svg)\n\n**On the board `{TRACK}` a GPT reaches the target" in text
+    assert " in 50.0 s of training, 7.0 times as fast as a [plain GPT]" in text
+    assert re.search(r"validation loss is 0\.8\S+ ± \S+, n = 6, on Slow CPU", text)
     drawn = picture.read_text()
-    for words in ("plain_curve", folder.name, "target 0.88", "training time, s"):
+    for words in (*render.LINES, "target 0.88", "training time, s"):
         assert words in drawn
     assert refusal(ruled_so) == ""
     assert call(ruled_so, capsys, "table")[0] == 0 and picture.read_text() == drawn
     curve.write_text('{"seconds": 1}')
     status, _, err = call(ruled_so, capsys, "table")
     assert status == 2 and "plain_curve.json: " in err and err.count("\n") == 1
+
+
+def test_machine_prints_the_row_of_a_complete_run(repository, capsys):
+    """Not of one with settings of its own, nor of another board's, nor of a part of one."""
+    log = next((repository.root / "logs").glob("*-01a")) / "log.txt"
+    text = log.read_text()
+    (began,) = re.findall(r" started:(\S+)$", text, re.MULTILINE)
+    end = datetime.fromisoformat(began).timestamp() + 71.25
+    os.utime(log, (end, end))
+    status, out, err = call(repository, capsys, "machine", log.parent.name)
+    assert status == 0, err
+    loss, took = re.search(r"^final val_loss:(\S+) train_time:(\d+)ms", text, re.MULTILINE).groups()
+    row = ["Slow CPU (R) @ 2.00GHz x2", "1", f"{int(took) / 1000:.1f}", "71.2"]
+    row += [f"{float(loss):.4f}", "torch 2.13.0+cpu, CUDA none", "00000000", began[:10]]
+    assert out == f"| {' | '.join(row)} |\n"
+    page = (helpers.ROOT / "records/README.md").read_text()
+    (header,) = re.findall(r"^\| processor or GPU .*$", page, re.MULTILINE)
+    assert header.count("|") == out.count("|")
+    for old, new, reason in (
+        ("\nbatch:.*", '\noverrides:{"steps": 9}', "settings of its own"),
+        (f" track:{TRACK} ", " track:web ", "track web"),
+        ("\nstatus:ok .*", "", "did not complete"),
+    ):
+        log.write_text(re.sub(old, new, text))
+        status, _, err = call(repository, capsys, "machine", log.parent.name)
+        assert status == 2 and reason in err and err.count("\n") == 1
+    assert "No such file" in call(repository, capsys, "machine", "none")[2]
 
 
 def of_a_copy(root, *words, **variables):

@@ -29,7 +29,7 @@ def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch)
     rules["manifest_sha256"] = made.sha_of((corpus / "manifest.json").read_text())
     repository = made.Repository(tmp_path, {"tiny": rules})
     (tmp_path / "records").mkdir()
-    (tmp_path / "README.md").write_text("<!-- records -->\n<!-- end -->\n")
+    (tmp_path / "README.md").write_text(made.FIRST_PAGE)
     shutil.copy(helpers.ROOT / "records/gates.py", repository.home)  # whose runs find it there
     (repository.home / "README.md").write_text("<!-- records/tiny -->\n<!-- end -->\n")
     row = f'"tiny": {replace(tiny, track="tiny", val_sha256=val_sha256)!r}'

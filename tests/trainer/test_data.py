@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 import os
 import threading
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ def test_a_corpus_of_the_users_own_is_read_as_often_as_needed(tmp_path):
     corpus = open_corpus(config)
     assert corpus.val.tolist() == (helpers.byte_documents(8000, seed=99) + extra)[: 8192 + 1]
     whole = 2 * (14_999 // 1024 * 1024)  # the last token of a shard is only a target
-    assert corpus.passes == math.ceil(train_gpt.training_tokens(config) / whole)
+    assert corpus.length == whole
     assert train_gpt.config_from(given | {"val_tokens": 4096}).val_tokens == 4096
     with pytest.raises(ConfigError, match="9,000 validation tokens, val_tokens=12,288"):
         open_corpus(train_gpt.config_from(given | {"val_tokens": 12_288}))
@@ -44,12 +43,12 @@ def test_a_track_takes_one_pass_over_its_own_corpus(tmp_path, monkeypatch):
     folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=30_000)
     track = helpers.tiny_config(data=str(folder), micro_batches=4, steps=29)
     monkeypatch.setitem(train_gpt.TRACKS, "english", track)
-    assert open_corpus(track).passes == 1  # of 29 steps, to the last token
+    assert open_corpus(track).length == 29_696  # which 29 steps read, to the last token
     longer = dataclasses.replace(track, steps=30)
     with pytest.raises(ConfigError, match="one pass .* 29,696 tokens, the schedule takes 30,720"):
         open_corpus(longer)
     monkeypatch.setitem(train_gpt.TRACKS, "english", helpers.tiny_config(data="another"))
-    assert open_corpus(longer).passes == 2
+    assert open_corpus(longer).is_own
 
 
 TRAIN, SECOND, VAL = "tiny_train_000000.bin", "tiny_train_000001.bin", "tiny_val_000000.bin"

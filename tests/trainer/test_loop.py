@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import lzma
 import math
 import operator
 import os
@@ -115,6 +116,38 @@ def test_the_log_of_a_run_makes_it_reproducible(rich_run, rich, corpus):
     # The console shows the same.
     shown = [line for line in log if not line.startswith("config:")]
     assert [line for line in rich_run.lines if not line.startswith("warm-up:")] == shown
+
+
+def test_a_run_on_own_text_says_how_it_can_be_judged(rich_run, rich, corpus):
+    """lzma packs the bytes that are scored; steps and seconds grow with what is read."""
+    tokens = np.fromfile(corpus / "tiny_val_000000.bin", "<u2")[512:][1:1025]
+    text = tokens[tokens != EOT].astype(np.uint8).tobytes()
+    bits = 8 * len(lzma.compress(text)) / len(text)
+    assert only("lzma", rich_run.log) == f"lzma bits_per_byte:{bits:.5f}"
+    shards = [np.fromfile(path, "<u2")[512:] for path in corpus.glob("*_train_*.bin")]
+    config = train_gpt.with_values(train_gpt.TRACKS["english"], rich)
+    length = config.micro_batch_tokens
+    held = sum((len(tokens) - 1) // length * length for tokens in shards)
+    share = held / int(rich_run.result["tokens"])
+    seconds = float(rich_run.result["train_time"].removesuffix("ms")) / 1000
+    words = re.fullmatch(
+        r"your text has (\S+) tokens; --steps (\d+) reads it once, about (\d+) s here",
+        only("your text", rich_run.log),
+    )
+    assert words[1] == f"{held:,}" and int(words[2]) == round(share * 20)
+    assert int(words[3]) == pytest.approx(share * seconds, abs=0.51)
+
+
+def test_a_terminal_shows_the_time_that_is_left(tiny, cli, monkeypatch):
+    """By the tokens, of which later steps have more. The log has none of it, and no pipe."""
+    stages = ({**EARLY, "micro_batches": 2}, {**EARLY, "start": 0.5, "micro_batches": 4})
+    values = {**tiny, "steps": 4, "stages": stages, "log_every": 1}
+    monkeypatch.setattr(train_gpt.Clock, "seconds", lambda self: 3600.0)
+    assert "left:" not in cli(**values, run_id="pipe").stdout
+    monkeypatch.setattr(os, "isatty", lambda descriptor: descriptor == 1)
+    run = cli(**values, run_id="terminal")
+    assert re.findall(r"^step:.* left:(.*)$", run.stdout, re.M) == ["5:00:00", "2:00:00", "0:30:00"]
+    assert "left:" not in "\n".join(run.log)
 
 
 def test_a_logged_training_loss_is_the_mean_since_the_last_one(rich, cli):

@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import hashlib
+import io
 import json
 
 import numpy as np
@@ -163,6 +164,16 @@ def test_samples_and_top_k(path, use):
     likeliest = drawn("--temperature", 0)
     assert drawn("--top-k", 1) == likeliest not in (drawn(), drawn("--top-k", 5))
     assert drawn("--temperature", 1e-300) == likeliest
+
+
+def test_each_line_that_is_typed_is_a_prompt(path, use, monkeypatch):
+    """By itself, as if it were --prompt; the end of the input ends all."""
+    words = ["--checkpoint", path, "--tokens", 6, "--seed", 3]
+    alone = [use(*words, "--prompt", text).stdout for text in ("def é(", "", "b")]
+    monkeypatch.setattr("sys.stdin", io.StringIO("def é(\n\nb"))
+    typed = use(*words, "--interactive")
+    assert typed.code == 0 and typed.stdout == "".join(alone)
+    assert "not allowed with" in refusal(use(*words, "--interactive", "--eval"))
 
 
 def test_text_streams_in_whole_characters(path, use, monkeypatch):
