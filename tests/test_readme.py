@@ -121,7 +121,7 @@ def call(tmp_path_factory):
 
     def run(command):
         words = [word.replace("~", str(folder)) for word in shlex.split(command)]
-        return subprocess.run(words, timeout=230, **options)
+        return subprocess.run(words, input="A word that\n", timeout=230, **options)
 
     first = run("./run.sh english --run-id RUN --adam-every 1")
     assert first.returncode == 0, first.stdout + first.stderr

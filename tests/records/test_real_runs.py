@@ -60,14 +60,21 @@ def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch)
     assert call(repository, capsys, "verify") == (0, "verify: ok, 1 record\n", "")
 
 
-def test_what_the_page_says_makes_a_record(tmp_path, capsys, no_pause):
-    """The lines of its block, as they stand there, but for who writes and commits."""
-    page = (helpers.ROOT / "records/README.md").read_text()
-    blocks = re.findall(r"^```\w*\n(.*?)^```$", page, re.DOTALL | re.M)
-    lines = next(block for block in blocks if "records submit" in block).splitlines()
+def lines_of(page):
+    """The commands of a page's block that submits a record."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", (helpers.ROOT / page).read_text(), re.DOTALL | re.M)
+    block = next(block for block in blocks if "records submit" in block)
+    return [line.partition(" #")[0].strip() for line in block.splitlines()]
+
+
+def test_what_the_readme_says_makes_a_record(tmp_path, capsys, no_pause):
+    """The lines of its block, as they stand there, but for who writes and commits. The first page
+    has some of them."""
+    lines = lines_of("records/README.md")
+    assert {*lines_of("README.md")} <= {*lines}
     repository = made.make_first(tmp_path)
     for line in lines:
-        line = line.partition(" #")[0].replace('"Your name"', "Me").strip()
+        line = line.replace('"Your name"', "Me")
         if line.startswith("$EDITOR"):
             made.edit(next(tmp_path.glob(line.split()[1])), render.WHY, made.WHY)
         for command in line.split(" && "):
