@@ -1292,16 +1292,16 @@ class GPT(nn.Module):
         states = self.states(hidden, micro_batch)
         is_target = states.tokens == micro_batch.targets.int()[:, None]
         pointed = states.gate * torch.where(is_target, states.attention, 0.0).sum(1)
-        rows = phase.softmax_rows
+        softmax_rows = phase.softmax_rows
         cap = self.config.logit_cap
         # A sampled softmax is of one micro-batch, however many the pass has.
-        length = self.config.micro_batch_tokens if rows else len(hidden)
+        length = self.config.micro_batch_tokens if softmax_rows else len(hidden)
         tensors = hidden, states.share(), pointed, micro_batch.targets, micro_batch.segment_start
         chunks = [tensor.split(length) for tensor in tensors]
         total = 0.0
         losses = []
         for chunk in zip(*chunks, strict=True):
-            loss, next_losses = summed_loss(*chunk, self.head, rows, loss_weights, cap)
+            loss, next_losses = summed_loss(*chunk, self.head, softmax_rows, loss_weights, cap)
             total = total + loss
             losses.append(next_losses)
         return total, torch.cat(losses), States(*(tensor.detach() for tensor in states))
@@ -2716,38 +2716,6 @@ def evaluation_phase(config, step, length):
     return Phase(windows, length)
 
 
-def peak_memory(config, runtime):
-    """The peak memory of a rank's GPU in GiB, by estimate."""
-    dim = config.model_dim
-    layers = len(config.layers)
-    matrices = 4 * dim**2 * len(config.layers_with("attends")) + 2 * dim * config.mlp_dim * layers
-    embeddings = (2 + len(config.layers_with("value_embedding"))) * dim * config.vocab_size
-    counts = [micro_batches_of_pass(config, step, runtime) for step in range(config.steps)]
-    rows = max(stage.softmax_rows or config.vocab_size for stage in config.stages)
-    # Factors of what a pass keeps of a token in a layer are by generated code (NOTES, 2026-11-29).
-    of_token = layers * (16.2 * dim + 2.2 * config.mlp_dim)
-    narrow = 2 * (matrices + embeddings)  # with gradients
-    narrow += max(counts) * config.micro_batch_tokens * of_token + 2 * LOSS_CHUNK["cuda"] * rows
-    # Masters, moments, means and the table, which ranks share out
-    wide = 3 * matrices + 4 * embeddings + dim * config.ngram_rows * bool(config.ngram_orders)
-    size = config.torch_dtype.itemsize
-    return 1 + (size * narrow + 4 * wide / runtime.world_size) / 2**30  # one is CUDA's own
-
-
-def check_memory(config, runtime, free):
-    """A line: what a rank takes of so many free GiB. Raises ConfigError where it takes more, with
-    the options that help: smaller passes first, then fewer rows of the table."""
-    tries = [{"micro_batches_a_pass": n} for n in range(config.micro_batches_a_pass, 0, -1)]
-    tries += [{**tries[-1], "ngram_rows": config.ngram_rows >> n} for n in range(1, 8)]
-    peaks = [peak_memory(dataclasses.replace(config, **values), runtime) for values in tries]
-    words = f"{peaks[0]:.1f} GiB by estimate, {free:.1f} are free"
-    remedy = "take more GPUs, or larger ones"
-    for values in [values for values, peak in zip(tries, peaks, strict=True) if peak < free][:1]:
-        remedy = f"add {' '.join(f'--{k} {v}' for k, v in values.items())}".replace("_", "-")
-    require(peaks[0] < free, "memory", words, remedy)
-    return f"memory: {words}"
-
-
 class Trainer:
     """Model, table, optimizer and compiled forward pass of one run: what training, evaluation and
     sampling share."""
@@ -3433,6 +3401,38 @@ def resumed(given):
 
 
 # 16. The run ======================================================================================
+
+
+def peak_memory(config, runtime):
+    """The peak memory of a rank's GPU in GiB, by estimate."""
+    dim = config.model_dim
+    layers = len(config.layers)
+    matrices = 4 * dim**2 * len(config.layers_with("attends")) + 2 * dim * config.mlp_dim * layers
+    embeddings = (2 + len(config.layers_with("value_embedding"))) * dim * config.vocab_size
+    passes = [micro_batches_of_pass(config, step, runtime) for step in range(config.steps)]
+    rows = max(stage.softmax_rows or config.vocab_size for stage in config.stages)
+    # Factors of what a pass keeps of a token in a layer are by generated code (NOTES, 2026-11-29).
+    of_token = layers * (16.2 * dim + 2.2 * config.mlp_dim)
+    narrow = 2 * (matrices + embeddings)  # with gradients
+    narrow += max(passes) * config.micro_batch_tokens * of_token + 2 * LOSS_CHUNK["cuda"] * rows
+    # Masters, moments, means and the table, which ranks share out
+    wide = 3 * matrices + 4 * embeddings + dim * config.ngram_rows * bool(config.ngram_orders)
+    size = config.torch_dtype.itemsize
+    return 1 + (size * narrow + 4 * wide / runtime.world_size) / 2**30  # one is CUDA's own
+
+
+def check_memory(config, runtime, free):
+    """A line: what a rank takes of so many free GiB. Raises ConfigError where it takes more, with
+    the options that help: smaller passes first, then fewer rows of the table."""
+    tries = [{"micro_batches_a_pass": n} for n in range(config.micro_batches_a_pass, 0, -1)]
+    tries += [{**tries[-1], "ngram_rows": config.ngram_rows >> n} for n in range(1, 8)]
+    peaks = [peak_memory(dataclasses.replace(config, **values), runtime) for values in tries]
+    words = f"{peaks[0]:.1f} GiB by estimate, {free:.1f} are free"
+    remedy = "take more GPUs, or larger ones"
+    for values in [values for values, peak in zip(tries, peaks, strict=True) if peak < free][:1]:
+        remedy = f"add {' '.join(f'--{k} {v}' for k, v in values.items())}".replace("_", "-")
+    require(peaks[0] < free, "memory", words, remedy)
+    return f"memory: {words}"
 
 
 class Run:
