@@ -1,4 +1,4 @@
-"""A plain GPT, well tuned: what GPT-2's architecture and AdamW reach in ten minutes on two cores.
+"""A plain GPT, well tuned: how long GPT-2's architecture and AdamW take to the target on two cores.
 
     python benchmarks/plain_gpt.py [--minutes 60]                            tunes it
     python benchmarks/plain_gpt.py --turns 3 [--script FILE] [--corpus DIR]  times it beside ours
@@ -7,19 +7,20 @@
 The model has learned positions, LayerNorm, biases, GELU, and a head tied to the embedding, as
 nanoGPT trains it (Karpathy 2022): random windows, AdamW, a clipped gradient, a linear warm-up and
 then a cosine. It is tuned once. Each setting of the grid below has 60 seconds; the finalists have
-ten minutes, the best of these at two more rates, and the best of all five seeds. A long run is
-given up where its loss is far above what the reference shape had by then. All are scored on 262,144
-validation tokens, in blocks of their own context.
+ten minutes, and the best of them has two seeds of eight, nine and ten minutes, each with a schedule
+of its own. Between the two lengths on whose sides the target lies, its time is interpolated. A long
+run is given up where its loss is far above what the reference shape had by then. All are scored on
+262,144 validation tokens, in blocks of their own context.
 
 The tuning counts time in steps, so that other work on the machine changes no figure: a step of a
 shape takes the mean of the fastest tenth of 60 steps, which are measured in three turns of all
 shapes, and S seconds are as many of these. New shapes are timed beside the reference shape, whose
 time stays that of the first machine. A call goes on where the last one stopped, and ends when
 no run fits into its minutes. Results: benchmarks/results/plain_gpt.{json,md}; the last line is
-`plain_gpt loss:<mean> std:<of the seeds> seeds:<n> tokens:<of a run> seconds:600`.
+`plain_gpt loss:<the target> seconds:<to it> steps:<to it> tokens:<to it> seeds:<n>`.
 
 A turn of --turns takes one whole run of --script on the CPU's track and two ranks, and then 60
-steps of the plain GPT's best setting. Its time is that of its ten minutes' steps, by the mean of
+steps of the plain GPT's best setting. Its time is that of its steps to the target, by the mean of
 these; ours is the run's training time. The factor is the median of their ratios. On another
 --corpus of the same vocabulary each turn has a seed of its own, and the plain GPT trains until its
 validation loss is no higher than ours. Results: benchmarks/results/plain_turns.{json,md}, where a
@@ -52,7 +53,8 @@ VAL_TOKENS = 262_144
 WARM_UP = 100  # steps at least, for a short run's high rate breaks the model after fewer
 SHORT, LONG = 60, 600  # seconds
 GIVE_UP = {0.4: 3.501, 0.8: 3.074}  # at this share of a long run: 0.12, 0.05 above the reference
-SEEDS = (1, 2, 3, 4, 5)
+LENGTHS = (480, 540, LONG)  # seconds of the best setting's runs
+SEEDS = (1, 2)
 TURNS, STEPS_OF_TURN = 3, 20  # of calibration
 STEPS_TIMED = 60  # in a turn beside our trainer
 LOOKS = 40  # at the validation loss, in a run on another corpus
@@ -278,10 +280,7 @@ def wanted(losses):
     yield from (Run(setting, SHORT, 1) for setting in GRID)
     yield from (Run(setting, LONG, 1) for setting in FINALISTS)
     best = min(FINALISTS, key=lambda setting: losses[Run(setting, LONG, 1)])
-    rates = [best._replace(rate=best.rate * factor) for factor in (2.0, 0.5)]
-    yield from (Run(setting, LONG, 1) for setting in rates)
-    best = min([best, *rates], key=lambda setting: losses[Run(setting, LONG, 1)])
-    yield from (Run(best, LONG, seed) for seed in SEEDS)
+    yield from (Run(best, seconds, seed) for seconds in LENGTHS for seed in SEEDS)
 
 
 def run_of(figures):
@@ -296,13 +295,27 @@ def next_run(runs):
     return next((run for run in wanted(losses) if run not in losses), None)
 
 
-def finals_of(runs):
-    """The figures of the long runs of one setting: of that with most seeds, then of the best."""
+def yardstick_of(runs):
+    """The figures of a run of the best setting that would end at the target, or None: those of the
+    runs of LENGTHS, interpolated, by the mean of the seeds of each."""
     of_setting = {}
     for figures in runs:
-        if figures["seconds"] == LONG:
-            of_setting.setdefault(run_of(figures).setting, []).append(figures)
-    return max(of_setting.values(), key=lambda own: (len(own), -own[0]["loss"]), default=[])
+        of_length = of_setting.setdefault(run_of(figures).setting, {})
+        of_length.setdefault(figures["seconds"], []).append(figures)
+    best = next((own for own in of_setting.values() if own.keys() >= {*LENGTHS}), None)
+    if best is None:
+        return None
+    # Losses fall where lengths rise; np.interp wants rising ones.
+    means = {
+        seconds: statistics.mean(figures["loss"] for figures in best[seconds])
+        for seconds in sorted(LENGTHS, reverse=True)
+    }
+    target = common.TRACK.target_loss
+    seconds = float(np.interp(target, [*means.values()], [*means]))
+    final = best[LONG][0]
+    steps = round(seconds / LONG * final["planned"])
+    sizes = {"steps": steps, "tokens": steps * final["batch"]}
+    return {**final, **sizes, "seconds": seconds, "loss": target, "seeds": len(best[LONG])}
 
 
 def report(runs, step_seconds):
@@ -323,11 +336,9 @@ def report(runs, step_seconds):
     header = ["seconds", "width", "layers", "context", "batch, tokens", "rate", "ms a step"]
     header += ["steps", "tokens", "validation loss", "n"]
     line = f"{NAME} loss:not measured"
-    if finals := finals_of(runs):
-        losses = [figures["loss"] for figures in finals]
-        std = f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "not measured"
-        line = f"{NAME} loss:{statistics.mean(losses):.4f} std:{std} seeds:{len(losses)} "
-        line += f"tokens:{finals[0]['tokens']} seconds:{LONG}"
+    if found := yardstick_of(runs):
+        line = f"{NAME} loss:{found['loss']} seconds:{found['seconds']:.0f} "
+        line += f"steps:{found['steps']} tokens:{found['tokens']} seeds:{found['seeds']}"
     return common.markdown_table(header, rows), line
 
 
@@ -387,9 +398,9 @@ def seconds_to_loss(training, loss):
 
 
 def record_curve(folder, final):
-    """Repeat the plain GPT's long run, and write its losses at their seconds: the first page draws
-    them beside the newest record. It writes as it goes. A step's seconds are the mean of those in
-    the turns, so that other work on the machine changes no figure."""
+    """Take the plain GPT's steps to the target, and write its losses at their seconds: the first
+    page draws them beside the newest record. It writes as it goes. A step's seconds are the mean of
+    those in the turns, so that other work on the machine changes no figure."""
     path = folder / "plain_turns.json"
     if not path.is_file():
         sys.exit(f"error: {path}: no such file; call this with --turns 3 first")
@@ -406,7 +417,7 @@ def record_curve(folder, final):
 def take_turn(final, script, seed, folder):
     """The figures of one turn, as they stand in the results.
 
-    final: the figures of the plain GPT's long run, with the mean loss of all its seeds."""
+    final: the figures that yardstick_of returns."""
     corpus = Corpus(common.ROOT / folder)
     setting = run_of(final).setting
     loss, seconds = train_ours(script, seed, folder)
@@ -470,13 +481,14 @@ def main(argv=None):
     known = json.loads(path.read_text()) if path.is_file() else {}
     runs = known.get("runs", [])
     if arguments.turns or arguments.curve:
-        finals = finals_of(runs)
-        if not finals:
-            sys.exit(f"error: {path} has no run of {LONG} seconds; call this without --turns first")
+        final = yardstick_of(runs)
+        if final is None:
+            sys.exit(
+                f"error: {path} has no runs of all {LENGTHS} seconds; call this without --turns"
+            )
         if arguments.curve:
-            return record_curve(Path(arguments.results), finals[0])
-        mean = statistics.mean(figures["loss"] for figures in finals)
-        return run_turns(arguments, {**finals[0], "loss": mean})
+            return record_curve(Path(arguments.results), final)
+        return run_turns(arguments, final)
     if arguments.corpus != common.TRACK.data:
         sys.exit(
             f"error: --corpus {arguments.corpus}: it is tuned on {common.TRACK.data}; add --turns N"

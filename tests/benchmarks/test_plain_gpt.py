@@ -39,6 +39,7 @@ def test_a_tuning_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, bound,
     monkeypatch.setattr(plain_gpt, "calibrate", lambda few, _: {one.shape: 15.0 for one in few})
     monkeypatch.setattr(plain_gpt, "GRID", [plain_gpt.Setting(32, 1, 16, 64, 0.01)])
     monkeypatch.setattr(plain_gpt, "FINALISTS", plain_gpt.GRID)
+    monkeypatch.setattr(plain_gpt, "LENGTHS", (300, plain_gpt.LONG))
     monkeypatch.setattr(plain_gpt, "GIVE_UP", {0.4: 9.0, 0.8: bound})
     # This machine is twice as fast as the first, on which the reference shape took 30 seconds.
     known = {"runs": [], "step_seconds": {plain_gpt.REFERENCE.shape: 30.0}}
@@ -50,10 +51,32 @@ def test_a_tuning_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, bound,
         ends.append(list(content["runs"]))
         content["runs"] = content["runs"][:3]
         (tmp_path / "plain_gpt.json").write_text(json.dumps(content))
-    assert ends[0] == ends[1] and len(ends[0]) == 1 + 2 + 5
-    assert [(run["steps"], run["planned"]) for run in ends[0]] == [(2, 2)] + 7 * [(steps, 20)]
+    assert ends[0] == ends[1]
+    taken = [(run["seconds"], run["seed"], run["steps"], run["planned"]) for run in ends[0]]
+    long = [(600, seed, steps, 20) for seed in (1, 2)]
+    assert taken == [(60, 1, 2, 2), long[0], (300, 1, 10, 10), (300, 2, 10, 10), long[1]]
     cell = "20" if steps == 20 else f"{steps} of 20"
     assert f"| {cell} |" in (tmp_path / "plain_gpt.md").read_text()
+
+
+def runs_of(losses):
+    """Figures of runs of one setting: {seconds: losses of its seeds}."""
+    run = plain_gpt.Setting(128, 2, 128, 2048, 0.003)._asdict()
+    return [
+        {**run, "seconds": seconds, "seed": seed, "planned": 16 * seconds, "loss": loss}
+        for seconds, own in losses.items()
+        for seed, loss in enumerate(own, start=1)
+    ]
+
+
+def test_the_time_to_the_target_lies_between_two_lengths():
+    target = common.TRACK.target_loss
+    runs = runs_of({600: (target - 0.03, target - 0.01), 540: (target + 0.06, target)})
+    assert plain_gpt.yardstick_of(runs) is None  # not all lengths are there
+    found = plain_gpt.yardstick_of(runs + runs_of({480: (9.0, 9.0)}))
+    # 0.03 above the target at 540 seconds, and 0.02 below it at 600.
+    assert found["seconds"] == pytest.approx(576) and found["steps"] == 16 * 576
+    assert found["tokens"] == 16 * 576 * 2048 and found["seeds"] == 2
 
 
 def test_the_plain_gpt_stops_where_its_smoothed_loss_is_no_higher():
@@ -78,12 +101,13 @@ def test_turns_replace_those_of_the_call_before(tmp_path, monkeypatch, capsys):
     """A folder has the tuned setting; the steps of both sides are not taken."""
     corpus = types.SimpleNamespace(vocab_size=50)
     monkeypatch.setattr(plain_gpt, "Corpus", lambda folder: corpus)
-    monkeypatch.setattr(plain_gpt, "seconds_of_steps", lambda setting, steps, corpus: 0.1 * steps)
+    monkeypatch.setattr(plain_gpt, "seconds_of_steps", lambda setting, steps, corpus: steps / 91.2)
     monkeypatch.setattr(plain_gpt, "Training", lambda setting, seed, steps, corpus: seed)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    run = plain_gpt.Setting(128, 3, 128, 2048, 0.003)._asdict()
-    run |= {"seconds": 600, "steps": 1000, "tokens": 2_048_000, "seed": 1, "loss": 2.9}
-    content = {"runs": [run, {**run, "seed": 2, "loss": 3.0}], "step_seconds": {}}
+    # They reach the target in the middle between 540 seconds and 600.
+    target = common.TRACK.target_loss
+    runs = runs_of({600: [target - 0.01], 540: [target + 0.01], 480: [9.0]})
+    content = {"runs": runs, "step_seconds": {}}
     (tmp_path / "plain_gpt.json").write_text(json.dumps(content))
     calls = []
 
@@ -103,8 +127,10 @@ def test_turns_replace_those_of_the_call_before(tmp_path, monkeypatch, capsys):
         assert last_line("--turns", str(turns)) == line
     assert calls[-1] == ["--track", common.TRACK.track, "--device", "cpu", "--seed", "2"]
     content = json.loads((tmp_path / "plain_turns.json").read_text())["turns"]
-    assert [turn["plain_loss"] for turn in content["english"]] == pytest.approx([2.95, 2.95])
-    monkeypatch.setattr(plain_gpt, "looks_at", lambda training: [(250, 7.0, 4.5), (500, 9.0, 4.0)])
+    assert [turn["plain_loss"] for turn in content["english"]] == [target, target]
+    monkeypatch.setattr(
+        plain_gpt, "looks_at", lambda training: [(2280, 7.0, 4.5), (4560, 9.0, 4.0)]
+    )
     plain_gpt.main(["--curve", "--results", str(tmp_path)])
     curve = json.loads((tmp_path / "plain_curve.json").read_text())
     assert (curve["seconds"], curve["loss"]) == ([25.0, 50.0], [4.5, 4.0])
