@@ -105,7 +105,10 @@ REFUSED = [
     ("--layers \"({'attends': False, 'exclusive': True},)\"", "layers[0]", "no attention"),
     ("--layers \"({'feeds_last': True},)\"", "layers", "the last has no feeds_last"),
     ("--model-dim 128 --head-dim 24", "model_dim=128", "multiple of head_dim=24"),
-    ("--model-dim 96", "layers[0]: paired_heads: 3 heads make no pairs"),
+    (
+        "--model-dim 96 --layers \"({'paired_heads': True},)\"",
+        "layers[0]: paired_heads: 3 heads make no pairs",
+    ),
     ("--val-tokens 1000", "val_tokens=1000", "multiple of val_batch_tokens=4096"),
     ("--save-every 4 --adam-every 3", "save_every=4", "multiple of adam_every=3"),
     ("--resume auto", "resume=auto", "--run-id"),
