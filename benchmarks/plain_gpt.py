@@ -7,10 +7,10 @@
 The model has learned positions, LayerNorm, biases, GELU, and a head tied to the embedding, as
 nanoGPT trains it (Karpathy 2022): random windows, AdamW, a clipped gradient, a linear warm-up and
 then a cosine. It is tuned once. Each setting of the grid below has 60 seconds; the finalists have
-ten minutes, and the best of them has two seeds of eight, nine and ten minutes, each with a schedule
-of its own. Between the two lengths on whose sides the target lies, its time is interpolated. A long
-run is given up where its loss is far above what the reference shape had by then. All are scored on
-262,144 validation tokens, in blocks of their own context.
+ten minutes, and the best two shapes of them also nine: two seeds, and for each length a schedule of
+its own. Between the two lengths the time to the target is interpolated, and the shorter time is the
+yardstick. A long run is given up where its loss is far above what the reference shape had by then.
+All are scored on 262,144 validation tokens, in blocks of their own context.
 
 The tuning counts time in steps, so that other work on the machine changes no figure: a step of a
 shape takes the mean of the fastest tenth of 60 steps, which are measured in three turns of all
@@ -53,8 +53,9 @@ VAL_TOKENS = 262_144
 WARM_UP = 100  # steps at least, for a short run's high rate breaks the model after fewer
 SHORT, LONG = 60, 600  # seconds
 GIVE_UP = {0.4: 3.501, 0.8: 3.074}  # at this share of a long run: 0.12, 0.05 above the reference
-LENGTHS = (480, 540, LONG)  # seconds of the best setting's runs
+LENGTHS = (540, LONG)  # seconds of the best settings' runs
 SEEDS = (1, 2)
+CONTENDERS = 2  # shapes that have runs of all lengths
 TURNS, STEPS_OF_TURN = 3, 20  # of calibration
 STEPS_TIMED = 60  # in a turn beside our trainer
 LOOKS = 40  # at the validation loss, in a run on another corpus
@@ -118,7 +119,12 @@ FINALISTS = (
     Setting(192, 2, 128, 1024, 3e-3),
     Setting(192, 2, 128, 1024, 2e-3),
     Setting(128, 2, 128, 2048, 3e-3),
+    Setting(128, 2, 128, 2048, 2e-3),
+    Setting(128, 2, 128, 2048, 4e-3),
+    Setting(128, 2, 128, 1024, 2e-3),
     Setting(128, 3, 128, 2048, 4e-3),
+    Setting(192, 2, 128, 2048, 2e-3),
+    Setting(192, 2, 128, 2048, 3e-3),
 )
 
 
@@ -279,8 +285,13 @@ def wanted(losses):
     {run: loss}."""
     yield from (Run(setting, SHORT, 1) for setting in GRID)
     yield from (Run(setting, LONG, 1) for setting in FINALISTS)
-    best = min(FINALISTS, key=lambda setting: losses[Run(setting, LONG, 1)])
-    yield from (Run(best, seconds, seed) for seconds in LENGTHS for seed in SEEDS)
+    best = sorted(FINALISTS, key=lambda setting: losses[Run(setting, LONG, 1)])
+    # Of one shape the better rate alone.
+    of_shape = {}
+    for setting in best:
+        of_shape.setdefault(setting.shape, setting)
+    best = [*of_shape.values()][:CONTENDERS]
+    yield from (Run(one, seconds, seed) for one in best for seconds in LENGTHS for seed in SEEDS)
 
 
 def run_of(figures):
@@ -296,26 +307,29 @@ def next_run(runs):
 
 
 def yardstick_of(runs):
-    """The figures of a run of the best setting that would end at the target, or None: those of the
-    runs of LENGTHS, interpolated, by the mean of the seeds of each."""
-    of_setting = {}
-    for figures in runs:
-        of_length = of_setting.setdefault(run_of(figures).setting, {})
-        of_length.setdefault(figures["seconds"], []).append(figures)
-    best = next((own for own in of_setting.values() if own.keys() >= {*LENGTHS}), None)
-    if best is None:
-        return None
-    # Losses fall where lengths rise; np.interp wants rising ones.
-    means = {
-        seconds: statistics.mean(figures["loss"] for figures in best[seconds])
-        for seconds in sorted(LENGTHS, reverse=True)
-    }
+    """The figures of a run that would end at the target, of the setting that would be there first;
+    None if no setting has runs of both LENGTHS around the target. They are interpolated between
+    the mean losses of its seeds."""
     target = common.TRACK.target_loss
-    seconds = float(np.interp(target, [*means.values()], [*means]))
-    final = best[LONG][0]
+    losses = {}
+    for figures in runs:
+        of_length = losses.setdefault(run_of(figures).setting, {})
+        of_length.setdefault(figures["seconds"], []).append(figures["loss"])
+    found = []
+    for setting, own in losses.items():
+        if own.keys() >= {*LENGTHS}:
+            above, below = (statistics.mean(own[seconds]) for seconds in LENGTHS)
+            if above >= target >= below:
+                # np.interp wants rising losses.
+                seconds = float(np.interp(target, (below, above), LENGTHS[::-1]))
+                found.append((seconds, setting, len(own[LONG])))
+    if not found:
+        return None
+    seconds, setting, seeds = min(found)
+    final = next(figures for figures in runs if run_of(figures) == Run(setting, LONG, 1))
     steps = round(seconds / LONG * final["planned"])
-    sizes = {"steps": steps, "tokens": steps * final["batch"]}
-    return {**final, **sizes, "seconds": seconds, "loss": target, "seeds": len(best[LONG])}
+    sizes = {"steps": steps, "tokens": steps * setting.batch}
+    return {**final, **sizes, "seconds": seconds, "loss": target, "seeds": seeds}
 
 
 def report(runs, step_seconds):
@@ -483,9 +497,7 @@ def main(argv=None):
     if arguments.turns or arguments.curve:
         final = yardstick_of(runs)
         if final is None:
-            sys.exit(
-                f"error: {path} has no runs of all {LENGTHS} seconds; call this without --turns"
-            )
+            sys.exit(f"error: {path} has no runs of {LENGTHS} seconds; call this without --turns")
         if arguments.curve:
             return record_curve(Path(arguments.results), final)
         return run_turns(arguments, final)

@@ -71,12 +71,17 @@ def runs_of(losses):
 
 def test_the_time_to_the_target_lies_between_two_lengths():
     target = common.TRACK.target_loss
-    runs = runs_of({600: (target - 0.03, target - 0.01), 540: (target + 0.06, target)})
+    runs = runs_of({600: (target - 0.03, target - 0.01)})
     assert plain_gpt.yardstick_of(runs) is None  # not all lengths are there
-    found = plain_gpt.yardstick_of(runs + runs_of({480: (9.0, 9.0)}))
+    runs += runs_of({540: (target + 0.06, target)})
+    found = plain_gpt.yardstick_of(runs)
     # 0.03 above the target at 540 seconds, and 0.02 below it at 600.
     assert found["seconds"] == pytest.approx(576) and found["steps"] == 16 * 576
     assert found["tokens"] == 16 * 576 * 2048 and found["seeds"] == 2
+    earlier = [{**run, "width": 192, "loss": run["loss"] - 0.01} for run in runs]
+    assert plain_gpt.yardstick_of([*runs, *earlier])["width"] == 192
+    # Time is never extrapolated.
+    assert plain_gpt.yardstick_of([{**run, "loss": target - 0.1} for run in runs]) is None
 
 
 def test_the_plain_gpt_stops_where_its_smoothed_loss_is_no_higher():
