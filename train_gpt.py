@@ -253,19 +253,18 @@ class Config:
     # --- model
     model_dim: int = knob(768, "width of the residual stream", GATE_DIM, 65536)
     head_dim: int = knob(128, "width of an attention head", 4, 65536, 4)
-    mlp_dim: int = knob(3072, "hidden width of the ReLU^2 MLP", 1, 2**20)
+    mlp_dim: int = knob(2816, "hidden width of the ReLU^2 MLP", 1, 2**20)
     layers: tuple[Layer, ...] = knob(
         (
             Layer(paired_heads=True, decides_gates=True),
             Layer(value_embedding=True, exclusive=True),
             Layer(value_embedding=True, paired_heads=True),
             Layer(is_long=True, shifted_keys=True, exclusive=True, feeds_last=True),
-            Layer(exclusive=True, decides_gates=True),
-            Layer(paired_heads=True),
-            Layer(attends=False, skip=3),
-            Layer(exclusive=True, feeds_attention=True, feeds_last=True),
-            Layer(value_embedding=True, decides_gates=True),
-            Layer(value_embedding=True, paired_heads=True),
+            Layer(attends=False),
+            Layer(attends=False, skip=2),
+            Layer(exclusive=True, decides_gates=True, feeds_attention=True, feeds_last=True),
+            Layer(attends=False),
+            Layer(value_embedding=True, paired_heads=True, decides_gates=True),
             Layer(is_long=True, value_embedding=True, shifted_keys=True),
         ),
         "rows of the model, a transformer block each",
