@@ -135,8 +135,8 @@ def test_the_estimate_counts_the_state_that_ranks_share():
     ],
 )
 def test_a_check_says_with_which_options_a_run_fits(world_size, free, said):
-    """The peaks of fineweb with eleven layers, by an audit of generated code: 37 GiB and the context
-    on one GPU, 26 with passes of one micro-batch, 24 to 26 on each of eight. Ten take less."""
+    """The peaks of fineweb with eleven layers were, by an audit of generated code: 37 GiB and the
+    context on one GPU, 26 with passes of one micro-batch, 24 to 26 on each of eight."""
     config = train_gpt.TRACKS["fineweb"]
     try:
         line = train_gpt.check_memory(config, ranks(world_size)[0], free)
