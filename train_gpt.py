@@ -1099,14 +1099,14 @@ class Mixer(nn.Module):
 
 class States(NamedTuple):
     """All that predictions are made of. The probability of token v after a position is
-    share softmax(logits)_v + weight (the sum of the scores of tokens that are v)
+    share * softmax(logits)_v + weight * (the sum of the scores of tokens that are v).
     """
 
     hidden: Tensor  # (T, model_dim), normalised
     share: Tensor  # (T,) float32, of the softmax
     weight: Tensor  # (T,) float32
     scores: Tensor  # (T, n) float32, of the tokens that the pointer reaches
-    tokens: Tensor  # (T, n) int32; 0 with score 0: none
+    tokens: Tensor  # (T, n) int32; where there is none, 0 with score 0
 
     def at(self, index):
         """The States at an index of positions."""
@@ -1135,7 +1135,7 @@ class Pointer(nn.Module):
         query, key = F.normalize(both.unflatten(1, (2, -1)), dim=2).unbind(1)
         # A token's key is of the state before it, which the token has followed.
         keys = reached(F.pad(key, (0, 0, 1, -1)), self.window)
-        # Products are bounded, so their exponentials are finite as they are.
+        # The scale is bounded, so exponentials are finite as they are.
         queries = (self.log_scale.clamp(max=4).exp() * query).view(len(keys), -1, POINTER_DIM)
         is_visible = visible_keys(micro_batch.segment_start + 1, self.window).float()
         scores = (exp(queries @ keys.mT) * is_visible).flatten(0, 1)

@@ -466,6 +466,18 @@ def test_the_network_against_a_slow_float64_reference(changes, mtp_weights):
     assert slow_losses.std() > 0.1
 
 
+def test_a_pointer_of_any_scale_gives_a_distribution():
+    trainer = Trainer(helpers.tiny_config(micro_batch_tokens=128), Runtime("cpu"))
+    helpers.randomise(trainer)
+    trainer.model.pointer.log_scale.data.fill_(50.0)
+    with torch.no_grad():
+        read = helpers.read(trainer, helpers.byte_documents(129))
+        _, losses, states = training_pass(trainer, 0, *read)
+        probabilities = trainer.model.logits(states).exp().double()
+    assert losses.isfinite().all()
+    torch.testing.assert_close(probabilities.sum(1), torch.ones(128).double(), atol=1e-5, rtol=0)
+
+
 def varlen(q, k, v, bounds, same, longest, also, scale, window_size):
     """Attention within segments, as FlashAttention has it: none is longer than it is told."""
     place = torch.arange(len(q))
