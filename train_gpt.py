@@ -91,7 +91,7 @@ except ImportError as error:  # Windows has no fcntl
 
 # 1. Configuration =================================================================================
 
-ATTENTION_BLOCK = 64  # at most: queries of a block share their keys, in the back end `sdpa`
+ATTENTION_BLOCK = 64  # at most: queries of a block share their keys, in BlockedAttention
 GATE_DIM = 12  # gates read the first few channels of the residual stream
 
 
@@ -313,6 +313,7 @@ class Config:
     device: str = knob("auto", "where it computes", form="auto|cpu|cuda")
     dtype: str = knob("bfloat16", "of matrices and activations", form="bfloat16|float32")
     attention: str = knob("auto", "back end of attention", form="auto|sdpa")
+    matmul_precision: str = knob("highest", "of float32 products, see torch", form="highest|medium")
     compile: bool = knob(True, "compile the model with torch.compile")
 
     def __post_init__(self):
@@ -436,6 +437,9 @@ TRACKS = {
         val_every=0,
         target_loss=2.954,
         dtype="float32",
+        # Where a processor has bfloat16 units, torch takes oneDNN's products for MKL's then. On AMD
+        # they take half the time, at equal precision; on Intel's AMX they round to bfloat16.
+        matmul_precision="medium",
         compile=False,  # compiling takes longer than the run
     ),
 }
@@ -529,11 +533,6 @@ class NormOnCPU(torch.autograd.Function):
         y, scale = ctx.saved_tensors
         along = (grad * y).mean(-1, keepdim=True)
         return (grad - along * y) * scale
-
-
-def exp(x):
-    """e to the power of x: on a CPU torch's exp2 takes a quarter of the time of its exp."""
-    return torch.exp2(x / math.log(2))
 
 
 def norm(x):
@@ -656,8 +655,14 @@ def reached(x, window):
 
 
 class BlockedAttention:
-    """Back end `sdpa`: softmax attention on any device. In layers with paired heads a token has two
-    positions."""
+    """Softmax attention on any device: by torch's fused kernel, the back end `sdpa`; or, on a CPU,
+    by plain products of whole blocks, the back end `products`, since the small ones of the fused
+    kernel gain nothing from matmul_precision. In layers with paired heads a token has two
+    positions.
+    """
+
+    def __init__(self, is_fused=True):
+        self.is_fused = is_fused
 
     def mask(self, micro_batch, window, positions, phase, dtype):
         """What is added to scores, (blocks, 1, block, window + block): 0 or -inf."""
@@ -669,7 +674,11 @@ class BlockedAttention:
         window = mask.size(3) - mask.size(2)
         queries = q.unflatten(0, (len(mask), -1)).transpose(1, 2)
         keys, values = (reached(x, window).transpose(1, 2) for x in (k, v))
-        y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        if self.is_fused:
+            y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        else:
+            scores = (scale * queries) @ keys.mT + mask
+            y = scores.softmax(-1) @ values
         return y.transpose(1, 2).reshape(q.shape)
 
 
@@ -704,8 +713,10 @@ def choose_attention(config, device):
     capability = (0, 0)
     if device.type == "cuda" and config.dtype == "bfloat16":
         capability = torch.cuda.get_device_capability(device)
-    if config.attention == "sdpa" or capability < (8, 0):
+    if config.attention == "sdpa" or (device.type == "cuda" and capability < (8, 0)):
         return BlockedAttention(), "sdpa"
+    if device.type == "cpu":
+        return BlockedAttention(is_fused=False), "products"
     if capability[0] != 9 or not importlib.util.find_spec("flash_attn_interface"):
         return VarlenAttention(), "varlen-FA2"
     torch.nn.attention.activate_flash_attention_impl("FA3")
@@ -716,16 +727,17 @@ def choose_attention(config, device):
 
 # Tokens whose logits exist at a time: on a CPU those of more leave its cache, and on a GPU those of
 # fewer are more kernels to compile and to launch.
-LOSS_CHUNK = {"cpu": 128, "cuda": 8192}
+LOSS_CHUNK = {"cpu": 256, "cuda": 8192}
 CAP_WIDTH = 7.5  # of the sigmoid that caps logits
+BIT = math.log(2)  # in nats. Exponents are in bits: on a CPU exp2 takes a quarter of exp's time.
 SPREAD = 2654435769  # 2^32 over the golden ratio: multiples of it lie far from each other
 
 
 class CappedCrossEntropy(torch.autograd.Function):
     """Cross-entropy of soft-capped logits, and its gradients, in one pass over the logits.
 
-    With the capped logits' distances d <= 0 from the cap, see below_cap(),
-        p(target t)  =  share exp(d_t) / sum_v exp(d_v) + pointed
+    With the capped logits' distances d <= 0 from the cap in bits, see below_cap(),
+        p(target t)  =  share exp2(d_t) / sum_v exp2(d_v) + pointed
     So no maximum is needed, and gradients times the sum can be written before the sum is known:
     dividing rows by it commutes with the products that follow. The targets' columns are corrected
     afterwards. Logits learn from a loss by the part of p that is the softmax's.
@@ -739,7 +751,6 @@ class CappedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, head, share, pointed, targets, weights, multiplicity, cap):
-        top = cap[0]
         needs_grad = ctx.needs_input_grad[0]
         # Where a position has one target twice, both places get the sum of their weights.
         is_same = targets[:, :, None] == targets[:, None]
@@ -753,13 +764,14 @@ class CappedCrossEntropy(torch.autograd.Function):
             target = targets[chunk]
             product = x @ head.T
             below = below_cap(product, cap)
-            exp_logits = exp(below)
+            exp_logits = torch.exp2(below)
             if multiplicity is not None:
                 exp_logits = exp_logits * multiplicity
             sum_exp = exp_logits.sum(1, keepdim=True)
             # From the product, which is stored anyway; compiled code never stores the distances.
             target_below = below_cap(product.gather(1, target), cap)
-            probability = exp(target_below) / sum_exp
+            target_exp = torch.exp2(target_below)
+            probability = target_exp / sum_exp
             probabilities.append(probability)
             if needs_grad:
                 of_softmax = share[chunk] * probability
@@ -767,10 +779,10 @@ class CappedCrossEntropy(torch.autograd.Function):
                 target_weight = (is_same[chunk] * weight[:, None]).sum(-1)
                 scale = weight.sum(1, keepdim=True) / sum_exp
                 wanted = target_weight / scale.clamp_min(1e-30)
-                target_grad = (exp(target_below) - wanted) * cap_slope(target_below, top)
-                grad = exp_logits.mul_(cap_slope(below, top)).to(x.dtype)
+                target_grad = (target_exp - wanted) * cap_slope(target_below, cap)
+                grad = exp_logits.mul_(cap_slope(below, cap)).to(x.dtype)
                 grad.scatter_(1, target, target_grad.to(x.dtype))
-                scale = scale / -CAP_WIDTH  # which cap_slope leaves out
+                scale = scale * (-BIT / CAP_WIDTH)  # which cap_slope leaves out
                 hidden_grads.append(((grad @ head) * scale).to(x.dtype))
                 head_grad = torch.addmm(head_grad, grad.T, (x * scale).to(x.dtype))
         probability = torch.cat(probabilities)
@@ -791,16 +803,16 @@ class CappedCrossEntropy(torch.autograd.Function):
 
 
 def below_cap(products, cap):
-    """logits - top, float32, in (-top, 0). A logit is top sigmoid((z + shift) / CAP_WIDTH) of the
-    product z of a hidden state and a row of the head."""
+    """(logits - top) / BIT, float32, at most 0. A logit is top sigmoid((z + shift) / CAP_WIDTH) of
+    the product z of a hidden state and a row of the head."""
     top, shift = cap
     scaled = torch.rsub(products.float(), -shift / CAP_WIDTH, alpha=1 / CAP_WIDTH)
-    return scaled.sigmoid_().mul_(-top)
+    return scaled.sigmoid_().mul_(-top / BIT)
 
 
-def cap_slope(below, top):
-    """-CAP_WIDTH times the derivative of a capped logit by its product: d + d^2 / top."""
-    return torch.addcmul(below, below, below, value=1 / top)
+def cap_slope(below, cap):
+    """-CAP_WIDTH / BIT times the derivative of a capped logit by its product."""
+    return torch.addcmul(below, below, below, value=BIT / cap[0])
 
 
 def sampled_rows(targets, vocab, size):
@@ -1136,9 +1148,10 @@ class Pointer(nn.Module):
         # A token's key is of the state before it, which the token has followed.
         keys = reached(F.pad(key, (0, 0, 1, -1)), self.window)
         # The scale is bounded, so exponentials are finite as they are.
-        queries = (self.log_scale.clamp(max=4).exp() * query).view(len(keys), -1, POINTER_DIM)
+        scale = self.log_scale.clamp(max=4).exp() / BIT
+        queries = (scale * query).view(len(keys), -1, POINTER_DIM)
         is_visible = visible_keys(micro_batch.segment_start + 1, self.window).float()
-        scores = (exp(queries @ keys.mT) * is_visible).flatten(0, 1)
+        scores = (torch.exp2(queries @ keys.mT) * is_visible).flatten(0, 1)
         tokens = (reached(micro_batch.inputs, self.window)[:, None] * is_visible).flatten(0, 1)
         # The sink's part of the attention goes back to the softmax.
         sink = self.sink.exp()
@@ -1273,8 +1286,9 @@ class GPT(nn.Module):
     def logits(self, states):
         """Log-probabilities (n, vocab_size), float32, of the next token at n States."""
         cap = self.config.logit_cap
-        softmax = below_cap(F.linear(states.hidden, self.head), cap).softmax(-1)
-        probabilities = states.share[:, None] * softmax
+        exp_logits = torch.exp2(below_cap(F.linear(states.hidden, self.head), cap))
+        share = states.share[:, None] / exp_logits.sum(1, keepdim=True)
+        probabilities = share * exp_logits
         pointed = states.weight[:, None] * states.scores
         # One column after the other: so what equal tokens get is added in a fixed order.
         for probability, token in zip(pointed.T, states.tokens.T, strict=True):
@@ -2718,7 +2732,7 @@ class Trainer:
     def __init__(self, config, runtime):
         self.config = config
         self.runtime = runtime
-        torch.set_float32_matmul_precision("highest")
+        torch.set_float32_matmul_precision(config.matmul_precision)
         back_end, self.attention_name = choose_attention(config, runtime.device)
         self.model = GPT(config, back_end).to(runtime.device)
         self.table = NgramTable(config, runtime)

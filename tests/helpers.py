@@ -72,6 +72,7 @@ TINY = {
     "seed": 1,
     "device": "cpu",
     "dtype": "float32",
+    "matmul_precision": "highest",  # on each processor
     "compile": False,
 }
 
