@@ -655,13 +655,12 @@ def reached(x, window):
 
 
 class BlockedAttention:
-    """Softmax attention on any device: by torch's fused kernel, the back end `sdpa`; or, on a CPU,
-    by plain products of whole blocks, the back end `products`, since the small ones of the fused
-    kernel gain nothing from matmul_precision. In layers with paired heads a token has two
-    positions.
+    """Back end `sdpa`: softmax attention on any device, on a CPU by plain products of whole blocks,
+    since the small ones of torch's fused kernel gain nothing from matmul_precision. In layers with
+    paired heads a token has two positions.
     """
 
-    def __init__(self, is_fused=True):
+    def __init__(self, is_fused):
         self.is_fused = is_fused
 
     def mask(self, micro_batch, window, positions, phase, dtype):
@@ -713,10 +712,8 @@ def choose_attention(config, device):
     capability = (0, 0)
     if device.type == "cuda" and config.dtype == "bfloat16":
         capability = torch.cuda.get_device_capability(device)
-    if config.attention == "sdpa" or (device.type == "cuda" and capability < (8, 0)):
-        return BlockedAttention(), "sdpa"
-    if device.type == "cpu":
-        return BlockedAttention(is_fused=False), "products"
+    if config.attention == "sdpa" or capability < (8, 0):
+        return BlockedAttention(is_fused=device.type == "cuda"), "sdpa"
     if capability[0] != 9 or not importlib.util.find_spec("flash_attn_interface"):
         return VarlenAttention(), "varlen-FA2"
     torch.nn.attention.activate_flash_attention_impl("FA3")

@@ -270,7 +270,7 @@ def update(config, generator):
     """Update all parameters but the table's, at world size 1."""
     torch.compile = generator.compile
     try:
-        model = train_gpt.GPT(config, train_gpt.BlockedAttention())
+        model = train_gpt.GPT(config, train_gpt.BlockedAttention(is_fused=True))
         optimizer = train_gpt.Optimizer(config, model, None, train_gpt.Runtime("cpu"))
         step = config.adam_every - 1  # at which all parameters are due
         for group in optimizer.parameter_groups:

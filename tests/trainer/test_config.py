@@ -185,7 +185,7 @@ def test_check_only_looks(cli, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt, "warm_up", lambda *_: pytest.fail("a check trains"))
     run = cli("--check", **tiny)
     assert run.code == 0 and run.lines[-1] == "check:ok"
-    for word in ("run:", "data:", "backends:attention=products", "size: "):
+    for word in ("run:", "data:", "backends:attention=sdpa", "size: "):
         assert run.stdout.count(word) == 1, word
     assert not list(tmp_path.iterdir())
 

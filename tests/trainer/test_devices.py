@@ -156,8 +156,7 @@ def test_a_check_says_with_which_options_a_run_fits(world_size, free, said):
         ((9, 0), True, "bfloat16", "auto", CUDA, "varlen-FA3"),
         ((10, 0), True, "bfloat16", "auto", CUDA, "varlen-FA2"),
         ((7, 5), False, "bfloat16", "auto", CUDA, "sdpa"),
-        ((9, 0), False, "bfloat16", "auto", CPU, "products"),
-        ((9, 0), False, "float32", "sdpa", CPU, "sdpa"),
+        ((9, 0), False, "bfloat16", "auto", CPU, "sdpa"),
         ((9, 0), False, "bfloat16", "sdpa", CUDA, "sdpa"),
         ((9, 0), False, "float32", "auto", CUDA, "sdpa"),
     ],
@@ -178,8 +177,8 @@ def test_flash_attention_is_for_bfloat16_on_cuda(
     back_end, description = train_gpt.choose_attention(config, device)
     is_third = expected.endswith("FA3")
     assert description == expected and activated == ["FA3"] * is_third
-    assert isinstance(back_end, train_gpt.BlockedAttention) == (expected in ("sdpa", "products"))
-    assert getattr(back_end, "is_fused", True) == (expected != "products")
+    assert isinstance(back_end, train_gpt.BlockedAttention) == (expected == "sdpa")
+    assert getattr(back_end, "is_fused", True) == (device == CUDA)
     has_choice = "num_splits" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
     assert getattr(back_end, "options", {}) == (
         {"num_splits": 1} if is_third and has_choice else {}

@@ -100,7 +100,7 @@ def test_the_log_of_a_run_makes_it_reproducible(rich_run, rich, corpus):
     assert overrides.items() <= values.items()
     assert {"steps", "data", "model_dim", "untie_at", "stages"} <= overrides.keys()
     manifest = hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest()
-    backends = "attention=products,matmul=torch-float32"
+    backends = "attention=sdpa,matmul=torch-float32"
     assert log[3].startswith(f"data:{manifest} shards:ok passes:1 backends:{backends}")
     val = train_gpt.open_corpus(tiny_config(data=rich["data"])).val
     sha = hashlib.sha256(val[:1025].tobytes()).hexdigest()
