@@ -72,16 +72,31 @@ def runs_of(losses):
 def test_the_time_to_the_target_lies_between_two_lengths():
     target = common.TRACK.target_loss
     runs = runs_of({600: (target - 0.03, target - 0.01)})
-    assert plain_gpt.yardstick_of(runs) is None  # not all lengths are there
+    assert plain_gpt.contenders_of(runs) == []  # not all lengths are there
     runs += runs_of({540: (target + 0.06, target)})
-    found = plain_gpt.yardstick_of(runs)
+    (found,) = plain_gpt.contenders_of(runs)
     # 0.03 above the target at 540 seconds, and 0.02 below it at 600.
     assert found["seconds"] == pytest.approx(576) and found["steps"] == 16 * 576
     assert found["tokens"] == 16 * 576 * 2048 and found["seeds"] == 2
     earlier = [{**run, "width": 192, "loss": run["loss"] - 0.01} for run in runs]
-    assert plain_gpt.yardstick_of([*runs, *earlier])["width"] == 192
+    assert [one["width"] for one in plain_gpt.contenders_of([*runs, *earlier])] == [192, 128]
     # Time is never extrapolated.
-    assert plain_gpt.yardstick_of([{**run, "loss": target - 0.1} for run in runs]) is None
+    assert plain_gpt.contenders_of([{**run, "loss": target - 0.1} for run in runs]) == []
+
+
+def test_the_yardstick_is_first_by_our_products(monkeypatch):
+    """It has fewer steps of a shape that takes longer by torch's own."""
+    times = {"highest": {128: 0.06, 192: 0.12}, "medium": {128: 0.03, 192: 0.05}}
+    precision = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precision.append)
+    monkeypatch.setattr(
+        plain_gpt,
+        "calibrate",
+        lambda settings, _: {one.shape: times[precision[-1]][one.width] for one in settings},
+    )
+    (first,) = runs_of({600: [2.9]})
+    contenders = [{**first, "steps": 9000}, {**first, "width": 192, "steps": 5000}]
+    assert plain_gpt.yardstick_of(contenders, None)["width"] == 192
 
 
 def test_the_plain_gpt_stops_where_its_smoothed_loss_is_no_higher():
@@ -109,6 +124,8 @@ def test_turns_replace_those_of_the_call_before(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plain_gpt, "seconds_of_steps", lambda setting, steps, corpus: steps / 91.2)
     monkeypatch.setattr(plain_gpt, "Training", lambda setting, seed, steps, corpus: seed)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
+    monkeypatch.setattr(plain_gpt, "calibrate", lambda few, _: {one.shape: 1.0 for one in few})
     # They reach the target in the middle between 540 seconds and 600.
     target = common.TRACK.target_loss
     runs = runs_of({600: [target - 0.01], 540: [target + 0.01], 480: [9.0]})
