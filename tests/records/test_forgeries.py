@@ -110,15 +110,16 @@ def test_a_batch_that_grows_sixfold_late_passes(repository):
 # ----- what takes more than edits: functions of the repository and more words
 
 
-def remade(repository, name, part, halves, more, keeps_speed=False):
-    """Logs of a record with half the times, or larger losses, and all that must agree with them."""
+def remade(repository, name, part, halves, more, keeps_speed=False, seconds=0):
+    """Logs of a record with half the times, larger losses, or some seconds less, and all that must
+    agree with them."""
     for path in logs_in(folder_of(repository, name), part):
         run = made.stored(path)
         place = f"{run.batch}:{run.counter}/{run.declared}:{run.start}"
-        result = {"loss": run.val_loss + more, "time_ms": run.train_time_ms // (1 + halves)}
+        time_ms = run.train_time_ms // (1 + halves) - 1000 * seconds
+        result = {"loss": run.val_loss + more, "time_ms": time_ms, "started": run.started}
         result |= {"speed": run.speed} if keeps_speed else {}
-        text = made.log_text(run.run, run.source, run.seed, place, started=run.started, **result)
-        path.write_text(text)
+        path.write_text(made.log_text(run.run, run.source, run.seed, place, **result))
 
 
 def with_script(repository, is_rehashed):
@@ -233,14 +234,7 @@ def six_losses_of_seven(repository):
 def hidden_clock(repository):
     """Twelve seconds of each run of the record's pass beside its clock."""
     for part, seconds in (("logs", 12), ("baseline", 0)):
-        for path in logs_in(folder_of(repository, "Faster"), part):
-            run = made.stored(path)
-            place = f"{run.batch}:{run.counter}/{run.declared}:{run.start}"
-            result = {"loss": run.val_loss, "time_ms": run.train_time_ms - 1000 * seconds}
-            text = made.log_text(
-                run.run, run.source, run.seed, place, started=run.started, **result
-            )
-            path.write_text(text)
+        remade(repository, "Faster", part, 0, 0, seconds=seconds)
 
 
 def with_a_comment(repository, tail):
