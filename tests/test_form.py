@@ -22,19 +22,12 @@ def test_ruff_agrees(words):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-SCRIPTS = pytest.mark.parametrize("name", ["train_gpt.py", "continual.py", "sample.py"])
-
-
-@SCRIPTS
-def test_code_is_not_packed_too_tightly(name):
+@pytest.mark.parametrize("name", ["train_gpt.py", "continual.py", "sample.py"])
+def test_code_is_not_packed_too_tightly_and_no_function_is_too_long(name):
     source = (ROOT / name).read_text()
-    nodes = len(list(ast.walk(ast.parse(source))))
-    assert round(nodes / len(source.splitlines()), 1) <= DENSEST
-
-
-@SCRIPTS
-def test_no_function_is_too_long(name):
-    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+    nodes = list(ast.walk(ast.parse(source)))
+    assert round(len(nodes) / len(source.splitlines()), 1) <= DENSEST
+    for node in nodes:
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < LONGEST, node.name
 
