@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import math
 import re
 import shutil
 
@@ -306,16 +305,3 @@ def test_without_its_chapter_the_rest_trains(tmp_path):
             trainer.step(step, cases.batch_of(trainer, helpers.byte_documents(300)))
         ends.append([group.tensors() for group in trainer.optimizer.groups])
     helpers.assert_bitwise(*ends)
-
-
-# ----- who owns what
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-def test_owned_ranges_cover_every_unit_once(world_size):
-    for count in range(12):
-        bounds = [train_gpt.Runtime.owned_range(rank, count) for rank in helpers.ranks(world_size)]
-        assert [unit for low, high in bounds for unit in range(low, high)] == [*range(count)]
-        chunk = math.ceil(count / world_size)  # what the collectives give each rank
-        for rank, (low, high) in enumerate(bounds):
-            assert low == min(rank * chunk, count) and high - low <= chunk
