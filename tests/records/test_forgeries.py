@@ -148,15 +148,17 @@ def same_run_again(repository, noise):
         with_losses_of(path, made.stored(first), noise)
 
 
-def copies_but_for_a_step(repository):
+def copies_but_for(repository, *steps):
+    """Runs that share most losses, up to a noise, and not those of some steps."""
     same_run_again(repository, 2e-4)
     for number, path in enumerate(logs_in(folder_of(repository, "First"))):
-        edit(path, r"^(step:20/60 train_loss:)\S+", rf"\g<1>{1 + number}.00000")
+        for step in steps:
+            edit(path, rf"^(step:{step}/60 train_loss:)\S+", rf"\g<1>2.{number}1828")
 
 
 def whole_record_again(repository):
     """A copy of the last record with a comment, under its own seeds, names and starts."""
-    folder = forced(repository, "Copy", pairs(repository, "second", tail="another = 1\n"))
+    folder = added(repository, "Copy", "second", "another = 1\n")
     for part in ("logs", "baseline"):
         others = logs_in(folder_of(repository, "Faster"), part)
         for path, other in zip(logs_in(folder, part), others, strict=True):
@@ -195,10 +197,10 @@ def copied(repository, pattern, name):
     shutil.copytree(path, path.with_name(name))
 
 
-def added(repository, name, word):
-    """A new record, named like another one, or with its script."""
+def added(repository, name, word, tail=""):
+    """A new record, named like another one, or with its script, to which a tail may be added."""
     shutil.rmtree(repository.root / "logs")
-    forced(repository, name, pairs(repository, word))
+    return forced(repository, name, pairs(repository, word, tail=tail))
 
 
 def behind_a_link(repository):
@@ -222,24 +224,10 @@ def scripts_of_two_dtypes(repository):
     forced(repository, "Fast", source)
 
 
-def six_losses_of_seven(repository):
-    """Runs that share most losses to the last digit, and the others not."""
-    first, *others = logs_in(folder_of(repository, "First"))
-    for number, path in enumerate(others):
-        with_losses_of(path, made.stored(first), 2e-4)
-        for step in (20, 40, 60):
-            edit(path, rf"^(step:{step}/60 train_loss:)\S+", rf"\g<1>2.{number}1828")
-
-
 def hidden_clock(repository):
     """Twelve seconds of each run of the record's pass beside its clock."""
     for part, seconds in (("logs", 12), ("baseline", 0)):
         remade(repository, "Faster", part, 0, 0, seconds=seconds)
-
-
-def with_a_comment(repository, tail):
-    """A script that differs from its parent's for a reader alone."""
-    forced(repository, "Comment", pairs(repository, "second", tail=tail))
 
 
 def with_a_file(repository, name, size):
