@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -90,17 +88,9 @@ def test_machine_prints_the_row_of_a_complete_run(repository, capsys):
     assert "No such file" in call(repository, capsys, "machine", "none")[2]
 
 
-def of_a_copy(root, *words, **variables):
-    """The finished `python -m records ...` of the copy of the package in a folder. variables: of
-    the environment."""
-    words = [sys.executable, "-m", "records", *map(str, words)]
-    environment = {**os.environ, **variables}
-    return subprocess.run(words, cwd=root, capture_output=True, text=True, env=environment)
-
-
 @pytest.fixture
 def package(tmp_path):
-    """A copy of the package without records."""
+    """A copy of the package without records, which is called in its own folder."""
     outside = shutil.ignore_patterns("english*", "__pycache__")
     return shutil.copytree(helpers.ROOT / "records", tmp_path / "records", ignore=outside)
 
@@ -108,7 +98,7 @@ def package(tmp_path):
 @pytest.mark.parametrize("name, old", [("rules.json", '"alpha": 0.01,'), ("commands.toml", " = ")])
 def test_damaged_settings_are_told_in_one_line(package, name, old):
     made.edit(package / name, old, "", count=1)
-    done = of_a_copy(package.parent, "verify")
+    done = helpers.python("-m", "records", "verify", cwd=package.parent)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith("records: ")
 
@@ -118,7 +108,7 @@ def test_changed_gates_may_judge_after_one_command(package):
     gates = package / "gates.py"
     gates.write_text(gates.read_text() + "# another\n")
     rules = json.loads((package / "rules.json").read_text())
-    assert of_a_copy(package.parent, "gates").returncode == 0
+    assert helpers.python("-m", "records", "gates", cwd=package.parent).returncode == 0
     expected = rules | {"gates_sha256": [made.sha_of(gates.read_text())], "older_gates": {}}
     assert json.loads((package / "rules.json").read_text()) == expected
 
@@ -126,7 +116,7 @@ def test_changed_gates_may_judge_after_one_command(package):
 def test_pages_are_utf8_whatever_the_locale_and_written_whole(package):
     page = Path(shutil.copy(helpers.ROOT / "README.md", package.parent))
     page.write_bytes(page.read_bytes() + "é ± \U0001f600\n".encode())
-    done = of_a_copy(package.parent, "table", **helpers.ASCII)
+    done = helpers.python("-m", "records", "table", cwd=package.parent, **helpers.ASCII)
     before = page.read_bytes()
     assert done.returncode == 0 and before.endswith("é ± \U0001f600\n".encode()), done.stderr
     with pytest.raises(OSError), files.whole(page) as partial:
@@ -141,7 +131,8 @@ def test_a_picture_is_drawn_in_our_style(package, tmp_path):
     (tmp_path / "log.txt").write_text("step:1/2 val_loss:4.0 train_time:9ms\n")
     drawn = []
     for variables in ({}, {"MATPLOTLIBRC": str(tmp_path)}):
-        done = of_a_copy(tmp_path, *"plot log.txt --out plot.svg".split(), **variables)
+        words = "-m records plot log.txt --out plot.svg".split()
+        done = helpers.python(*words, cwd=tmp_path, **variables)
         assert done.returncode == 0, done.stderr
         drawn.append((tmp_path / "plot.svg").read_bytes())
     assert drawn[0] == drawn[1]
