@@ -3,13 +3,11 @@
 import ast
 import bisect
 import re
-import subprocess
 import symtable
-import sys
 
 import pytest
 
-from helpers import ROOT, TRAINER
+from helpers import ROOT, TRAINER, python
 
 DENSEST = 8.2  # nodes of the syntax tree a line; published code has 6 to 9
 LONGEST = 50  # lines of a function
@@ -17,8 +15,7 @@ LONGEST = 50  # lines of a function
 
 @pytest.mark.parametrize("words", [["format", "--check"], ["check", "--output-format=concise"]])
 def test_ruff_agrees(words):
-    command = [sys.executable, "-m", "ruff", *words, "--no-cache", "."]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", "ruff", *words, "--no-cache", ".")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
