@@ -186,14 +186,3 @@ def test_flash_attention_is_for_bfloat16_on_cuda(
     assert getattr(back_end, "options", {}) == (
         {"num_splits": 1} if is_third and has_choice else {}
     )
-
-
-# ----- the compiler
-
-
-def test_an_error_of_the_compiler_tells_how_to_go_without(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    broken = torch._dynamo.exc.BackendCompilerFailed(str, OSError("a kernel"), None)
-    status, said = train_gpt.ending_of(broken)
-    assert status == 2
-    assert all(word in said for word in ("a kernel", "--compile false", str(tmp_path))), said
