@@ -177,7 +177,7 @@ def test_moments_are_of_sums_over_the_tokens_of_a_cycle():
         torch.testing.assert_close(cases.state_of(optimizer)["embed"]["first"], first)
 
 
-# ----- compiled updates
+# ----- whole steps
 
 
 @pytest.mark.parametrize("rule", train_gpt.UPDATE_RULES)
@@ -211,9 +211,6 @@ def test_compiled_updates_are_the_plain_ones_in_one_graph(rule, monkeypatch):
     found = (cases.params_of(optimizer) for optimizer in (compiled, plain))
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
     torch._dynamo.reset()
-
-
-# ----- the head, which is the embedding too until it is untied
 
 
 def test_untying_inside_a_cycle_is_torchs_adam_on_one_table_then_on_two():
@@ -250,9 +247,6 @@ def test_untying_inside_a_cycle_is_torchs_adam_on_one_table_then_on_two():
     assert not torch.equal(model.embed, model.head)
 
 
-# ----- the mean of the last weights
-
-
 def test_weights_go_half_of_the_way_to_the_running_mean_of_the_last_ones():
     """Of the weights behind each update of the last five steps of eight; until it is asked for
     nothing changes. Adam's parameters step every other time, and at the last step."""
@@ -284,9 +278,6 @@ def test_weights_go_half_of_the_way_to_the_running_mean_of_the_last_ones():
         torch.testing.assert_close(param.double(), expected, rtol=1e-5, atol=1e-6)
         has_moved = not torch.allclose(param.double(), now[name], rtol=1e-5, atol=1e-6)
         assert has_moved == (param.numel() > 0)
-
-
-# ----- the chapter of SOAP
 
 
 def test_without_its_chapter_the_rest_trains(tmp_path):
