@@ -73,7 +73,8 @@ def cli(tmp_path, monkeypatch, capsys):
         capsys.readouterr()
         code = main([*map(str, words), *helpers.arguments(values)])
         out, err = capsys.readouterr()
-        return helpers.Run(code, out, err, tmp_path / "logs" / str(values.get("run_id", "")))
+        run_id = values.get("run_id") or values.get("resume", "")
+        return helpers.Run(code, out, err, tmp_path / "logs" / str(run_id))
 
     yield run
     torch.set_rng_state(rng)

@@ -169,40 +169,16 @@ def with_manifest(folder, **fields):
     return folder
 
 
-# ----- rows of the table, with Python's integers
-
-DRAWN = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64).tolist()
-BASE = 0x9E3779B97F4A7C15
-
-
-def slow_key(tokens):
-    """The key of an n-gram: the polynomial of its tokens' random numbers in the inverse of the
-    base, the last first."""
-    powers = [pow(BASE, -back, 2**64) for back in range(len(tokens))]
-    terms = [DRAWN[token] * power for token, power in zip(reversed(tokens), powers, strict=True)]
-    return sum(terms) % 2**64
-
-
-def slow_row(key, column, rows):
-    """(row, sign) that a column has for a key."""
-    mixed = (key + DRAWN[column]) % 2**64
-    mixed = (mixed ^ mixed >> 29) * BASE % 2**64
-    mixed ^= mixed >> 32
-    return mixed % 2**32 * rows // 2**32, 1.0 if mixed >> 40 & 1 else -1.0
-
-
 def documents_of(tokens):
     """The index at which the document of each token starts."""
     return np.maximum.accumulate(np.where(np.asarray(tokens) == EOT, np.arange(len(tokens)), 0))
 
 
-def passage_of(tokens, spans):
-    """The Passage of the byte corpus whose segments are these spans (low, high)."""
-    lengths = [high - low for low, high in spans]
-    position = np.concatenate([np.arange(low, high) for low, high in spans])
+def passage_of(tokens, places):
+    """The Passage of the byte corpus whose segments are the single tokens at these places."""
+    position = np.array(places)
     depth = position - documents_of(tokens)[position]
-    start = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return train_gpt.Passage(np.asarray(tokens, np.uint16), position, depth, start)
+    return train_gpt.Passage(np.array(tokens, np.uint16), position, depth, np.arange(len(places)))
 
 
 # ----- running the trainer
@@ -268,6 +244,12 @@ def refusal(run):
     return run.lines[0]
 
 
+def python(*words, cwd=ROOT, **variables):
+    """A finished process of Python with these words; variables: of the environment."""
+    options = {"cwd": cwd, "env": {**os.environ, **variables}, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, *map(str, words)], **options)
+
+
 def environment():
     """The variables of a child process: one thread, no trace of a launcher."""
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -277,15 +259,15 @@ def environment():
 
 
 @contextlib.contextmanager
-def launched(cwd, values, *words, **variables):
-    """The trainer under torchrun as a running process, whose output is piped and which is not left
-    behind whatever happens; words: of the launcher; variables: of the environment."""
+def launched(cwd, command, values, stderr=subprocess.STDOUT, **variables):
+    """A script with the trainer's words as a running process, whose output is piped and which is
+    not left behind whatever happens; variables: of the environment."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *words, TRAINER, *arguments(values)],
+        [sys.executable, *command, *arguments(values)],
         cwd=cwd,
         env={**environment(), **variables},
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
     )
     try:
@@ -296,15 +278,6 @@ def launched(cwd, values, *words, **variables):
             process.wait(timeout=40)
         except subprocess.TimeoutExpired:
             process.kill()
-
-
-def ranks(world_size, device="cpu"):
-    """Stand-ins for the Runtimes of world_size ranks, for code that asks only who it is."""
-    device = torch.device(device)
-    shared = {"device": device, "loader_group": None, "use_device": lambda: None}
-    return [
-        SimpleNamespace(rank=rank, world_size=world_size, **shared) for rank in range(world_size)
-    ]
 
 
 def assert_bitwise(actual, expected, where=""):

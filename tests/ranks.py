@@ -151,7 +151,8 @@ def train(cwd, values, *words, world_size=1, before=None, main=train_gpt.main):
             before()
         return main([*words, *arguments(values)])
 
-    folder, source = Path(cwd) / "logs" / str(values.get("run_id", "")), TRAINER.read_text()
+    run_id = values.get("run_id") or values.get("resume", "")
+    folder, source = Path(cwd) / "logs" / str(run_id), TRAINER.read_text()
     with tempfile.TemporaryDirectory() as said:
         code = fork(world_size, call)
         return Run(code, spoken(said, "stdout"), spoken(said, "stderr"), folder, source)

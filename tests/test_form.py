@@ -3,13 +3,11 @@
 import ast
 import bisect
 import re
-import subprocess
 import symtable
-import sys
 
 import pytest
 
-from helpers import ROOT, TRAINER
+from helpers import ROOT, TRAINER, python
 
 DENSEST = 8.2  # nodes of the syntax tree a line; published code has 6 to 9
 LONGEST = 50  # lines of a function
@@ -17,24 +15,16 @@ LONGEST = 50  # lines of a function
 
 @pytest.mark.parametrize("words", [["format", "--check"], ["check", "--output-format=concise"]])
 def test_ruff_agrees(words):
-    command = [sys.executable, "-m", "ruff", *words, "--no-cache", "."]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", "ruff", *words, "--no-cache", ".")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-SCRIPTS = pytest.mark.parametrize("name", ["train_gpt.py", "continual.py", "sample.py"])
-
-
-@SCRIPTS
-def test_code_is_not_packed_too_tightly(name):
+@pytest.mark.parametrize("name", ["train_gpt.py", "continual.py", "sample.py"])
+def test_code_is_not_packed_too_tightly_and_no_function_is_too_long(name):
     source = (ROOT / name).read_text()
-    nodes = len(list(ast.walk(ast.parse(source))))
-    assert round(nodes / len(source.splitlines()), 1) <= DENSEST
-
-
-@SCRIPTS
-def test_no_function_is_too_long(name):
-    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+    nodes = list(ast.walk(ast.parse(source)))
+    assert round(len(nodes) / len(source.splitlines()), 1) <= DENSEST
+    for node in nodes:
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < LONGEST, node.name
 

@@ -3,8 +3,6 @@
 import contextlib
 import json
 import re
-import subprocess
-import sys
 import types
 
 import pytest
@@ -12,16 +10,14 @@ import torch
 
 import train_gpt
 from benchmarks import common, cuda_codegen, gpu_checks, ngram_exchange, projection, qr
-from helpers import ROOT
+from helpers import ROOT, python
 
 pytestmark = pytest.mark.slow
 
 
 def test_exchange_leaves_its_results(tmp_path):
     words = ["--tiny", "--world-sizes", "3", "--repeats", "2", "--device", "cpu"]
-    command = [sys.executable, ROOT / "benchmarks/ngram_exchange.py", *words]
-    options = {"capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run([*command, "--results", tmp_path], **options)
+    done = python("benchmarks/ngram_exchange.py", *words, "--results", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     last = dict(word.split(":") for word in done.stdout.splitlines()[-1].split())
     assert 1 <= float(last["routed_over_bound"]) < 1.1

@@ -148,9 +148,6 @@ def test_another_commit_or_validation_shard_is_refused(hub, call, tmp_path, monk
     assert hub.downloads == [ONE]
 
 
-FOREIGN = {"source": "another", "shards": [{"file": TWO, "sha256": SHA256[ONE]}]}
-
-
 def test_a_killed_call_is_completed_by_the_next(hub, call, tmp_path):
     hub.trouble = {("GET", TWO): ["stall"]}
     words = [sys.executable, fineweb.__file__, "2", "--out", str(tmp_path)]

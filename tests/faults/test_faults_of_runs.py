@@ -24,14 +24,15 @@ import torch
 import helpers
 import ranks
 import train_gpt
-from helpers import Run, assert_same_end, launched, make_corpus, refusal
+from helpers import TRAINER, Run, assert_same_end, launched, make_corpus, refusal
 
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed(rich, rich_run_of, tmp_path):
     values = {**rich, "save_every": 4, "run_id": "again", "resume": "auto"}
-    folder, words = tmp_path / "logs" / "again", ("--nproc-per-node=2", "--max-restarts=2")
-    with launched(tmp_path, values, "--standalone", *words) as process:
+    folder = tmp_path / "logs" / "again"
+    words = "-m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=2".split()
+    with launched(tmp_path, [*words, TRAINER], values) as process:
         log = folder / "log.txt"
         while process.poll() is None and not (log.exists() and "\nstep:9/" in log.read_text()):
             time.sleep(0.02)
@@ -84,41 +85,25 @@ def test_ranks_wait_for_a_save_longer_than_for_each_other(tiny, tmp_path, monkey
         time.sleep(12)
         honest(*words)
 
-    def before():  # ranks are connected
-        train_gpt.save_checkpoint = slow
-
-    monkeypatch.setattr(train_gpt, "TIMEOUT", datetime.timedelta(seconds=8))  # ranks inherit it
-    run = ranks.train(tmp_path, {**tiny, "run_id": "slow"}, world_size=2, before=before)
+    monkeypatch.setattr(train_gpt, "save_checkpoint", slow)  # ranks inherit it
+    monkeypatch.setattr(train_gpt, "TIMEOUT", datetime.timedelta(seconds=8))
+    run = ranks.train(tmp_path, {**tiny, "run_id": "slow"}, world_size=2)
     assert run.code == 0 and run.lines[-1].startswith("status:ok "), run.stdout + run.stderr
-
-
-def test_where_a_save_fails_the_others_go_on(tiny, tmp_path):
-    def before():
-        def full(*words):
-            raise OSError("no space")
-
-        train_gpt.save_checkpoint = full
-
-    run = ranks.train(tmp_path, {**tiny, "run_id": "full"}, world_size=2, before=before)
-    assert run.code == 1 and "no space" in run.lines[-1] and run.result["val_loss"]
 
 
 def test_ranks_whose_small_parameters_differ_end_at_validation(tiny, tmp_path, monkeypatch):
     """In one bit of one rank, where no collective would bring them together again."""
 
-    def before():
-        honest = train_gpt.SmallGroup.receive
+    honest = train_gpt.SmallGroup.receive
 
-        def receive(self, step, pending):
-            if self.runtime.rank == 1 and step == 1:
-                self.state["small"]["master"].view(torch.int32)[5] ^= 1
-            honest(self, step, pending)
+    def receive(self, step, pending):
+        if self.runtime.rank == 1 and step == 1:
+            self.state["small"]["master"].view(torch.int32)[5] ^= 1
+        honest(self, step, pending)
 
-        train_gpt.SmallGroup.receive = receive
-
+    monkeypatch.setattr(train_gpt.SmallGroup, "receive", receive)  # ranks inherit it
     monkeypatch.setattr(ranks, "LAST_SECONDS", 1)
-    values = {**tiny, "val_every": 2, "run_id": "apart"}
-    run = ranks.train(tmp_path, values, world_size=2, before=before)
+    run = ranks.train(tmp_path, {**tiny, "val_every": 2, "run_id": "apart"}, world_size=2)
     assert run.code == 1
     assert "ranks hold different small parameters at step 2" in run.stdout + run.stderr
 
@@ -154,13 +139,15 @@ def test_two_nodes_train_as_one(rich, rich_run_of, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    rendezvous = f"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{port}".split()
+    words = "-m torch.distributed.run --nnodes=2 --rdzv-backend=c10d".split()
+    words.append(f"--rdzv-endpoint=127.0.0.1:{port}")
     values = {**rich, "run_id": "nodes", "resume": "auto"}
     with contextlib.ExitStack() as stack:
         nodes = []
         for number in (1, 2):
             own = [f"--local-addr=127.0.0.{number}", f"--rdzv-conf=is_host={2 - number}"]
-            node = launched(tmp_path, values, *rendezvous, *own, GLOO_SOCKET_IFNAME="lo")
+            command = [*words, *own, TRAINER]
+            node = launched(tmp_path, command, values, GLOO_SOCKET_IFNAME="lo")
             nodes.append(stack.enter_context(node))
         said = [node.communicate(timeout=200)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
@@ -182,15 +169,20 @@ def test_a_run_is_written_by_one_process(tiny, cli):
 # ----- folders, corpora, disks
 
 
-@pytest.mark.parametrize("name", ["", "checkpoint.pt", "checkpoint.sha256"])
+@pytest.mark.parametrize("name", ["file", "link", "checkpoint.pt", "checkpoint.sha256"])
 def test_what_stands_in_the_way_of_a_run_is_named(name, tiny, cli, tmp_path):
-    if name:
-        (tmp_path / "logs" / "odd" / name).mkdir(parents=True)
+    """As where a disk is not there, to which logs/ is a link."""
+    logs, told = tmp_path / "logs", "logs: is no folder, or a link to none; mount its disk"
+    if name == "file":
+        logs.write_text("no folder")
+    elif name == "link":
+        logs.symlink_to(tmp_path / "unmounted")
     else:
-        (tmp_path / "logs").write_text("no folder")
+        (logs / "odd" / name).mkdir(parents=True)
+        told = name
     run = cli(**{**tiny, "run_id": "odd"})
     assert run.code in (1, 2) and run.lines[-1].startswith("status:error "), run.stdout
-    assert (name or "logs") in run.lines[-1] and not list(tmp_path.glob("logs/*/*.tmp"))
+    assert told in run.lines[-1] and not list(tmp_path.glob("logs/*/*.tmp"))
 
 
 def test_a_shard_that_vanishes_during_a_run_is_named(tiny, cli, tmp_path, monkeypatch):
@@ -199,14 +191,8 @@ def test_a_shard_that_vanishes_during_a_run_is_named(tiny, cli, tmp_path, monkey
     values = {**tiny, "steps": 8, "save_every": 2, "data": str(folder)}
     whole = cli(**values, run_id="whole")
     second, elsewhere = folder / "tiny_train_000001.bin", tmp_path / "elsewhere"
-    warm_up = train_gpt.warm_up
-
-    def vanishing(*words):  # ahead of what opens the next shard
-        warm_up(*words)
-        second.rename(elsewhere)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(train_gpt, "warm_up", vanishing)
+    with monkeypatch.context() as patched:  # ahead of what opens the next shard
+        patched.setattr(train_gpt, "warm_up", lambda *_: second.rename(elsewhere))
         run = cli(**values, run_id="gone")
     assert run.code == 1 and second.name in run.lines[-1] == run.log[-1]
     assert "no such file" in refusal(cli(resume="gone"))
@@ -218,23 +204,15 @@ def test_a_shard_that_vanishes_during_a_run_is_named(tiny, cli, tmp_path, monkey
 def test_sums_of_a_resumed_run_are_those_of_the_whole_run(step, rich_run_of, tmp_path):
     """A kill after step 20 falls into the gates, and then no step is left."""
     whole = rich_run_of(2)
-    folder = tmp_path / "logs" / "rich"
     left_out = shutil.ignore_patterns(*["checkpoint.*"] * (step == 10))
-    shutil.copytree(whole.folder, folder, ignore=left_out)
+    shutil.copytree(whole.folder, tmp_path / "logs" / "rich", ignore=left_out)
     run = ranks.train(tmp_path, {"resume": "rich"}, world_size=2)
     assert run.code == 0, run.stdout + run.stderr
-    run.folder = folder
     saved = whole.checkpoint(f"step_{step:06d}.pt" if step == 10 else "checkpoint.pt")
     cpu_time = int(run.result["cpu_time"].removesuffix("ms")) / 1000
     assert cpu_time + 1e-3 > saved["seconds"][1] > 0
     final = [line for line in run.log if line.startswith("final ")][-1]
     assert "MiB since resume tokens_per_s:" in final
-
-
-def test_a_disk_that_is_not_there_is_told(tiny, cli, tmp_path):
-    (tmp_path / "logs").symlink_to(tmp_path / "unmounted")
-    line = refusal(cli("--check", **tiny))
-    assert "logs: is no folder, or a link to none; mount its disk" in line
 
 
 def test_room_is_asked_for_checkpoints_that_are_not_there(tiny, tmp_path, monkeypatch):
@@ -253,17 +231,17 @@ def test_room_is_asked_for_checkpoints_that_are_not_there(tiny, tmp_path, monkey
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_result_comes_before_a_failed_write_is_told(world_size, tiny, tmp_path):
-    def before():
-        def save(content, file):
-            if content["step"] == 4:
-                raise OSError(28, "No space left on device")
-            honest(content, file)
+def test_the_result_comes_before_a_failed_write_is_told(world_size, tiny, tmp_path, monkeypatch):
+    honest = torch.save
 
-        honest, torch.save = torch.save, save
+    def save(content, file):
+        if content["step"] == 4:
+            raise OSError(28, "No space left on device")
+        honest(content, file)
 
+    monkeypatch.setattr(torch, "save", save)  # ranks inherit it
     values = {**tiny, "save_every": 2, "run_id": "full"}
-    run = ranks.train(tmp_path, values, world_size=world_size, before=before)
+    run = ranks.train(tmp_path, values, world_size=world_size)
     assert run.code == 1 and run.log[-1] in run.lines
     assert run.log[-1].startswith("status:error ") and "checkpoint.pt: not written" in run.log[-1]
     assert "No space left" in run.log[-1] and "rank 1" not in run.stderr
@@ -409,16 +387,3 @@ def test_a_commit_is_that_of_the_scripts_own_repository(tmp_path, monkeypatch):
     assert state(".") == (sha, "unknown")
     monkeypatch.setenv("PATH", "")
     assert state(".") == unknown
-
-
-def test_a_run_is_resumed_by_its_folder(tiny, cli, tmp_path):
-    cli(**tiny, run_id="named")
-    for name in ("logs/named", str(tmp_path / "logs/named"), "logs/named/checkpoint.pt"):
-        assert cli(resume=name).code == 0
-
-
-def test_a_dot_file_is_no_checkpoint(tiny, cli, tmp_path):
-    folder = tmp_path / "logs" / "new"
-    folder.mkdir(parents=True)
-    (folder / "._checkpoint.pt").write_bytes(b"Mac OS X")
-    assert cli(**tiny, run_id="new", resume="auto").code == 0

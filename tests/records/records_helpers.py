@@ -239,6 +239,20 @@ def call(repository, capture, *words):
     return status, *capture.readouterr()
 
 
+def done(repository, capture, *words):
+    """What a call prints that succeeds."""
+    status, out, err = call(repository, capture, *words)
+    assert status == 0, out + err
+    return out
+
+
+def refused(repository, capture, *words):
+    """The one line with which a call is refused."""
+    status, out, err = call(repository, capture, *words)
+    assert status == 2 and err.count("\n") == 1, out + err
+    return err
+
+
 # ----- a script that stands in for a trainer
 
 

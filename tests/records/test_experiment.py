@@ -14,7 +14,7 @@ import pytest
 import records_helpers as made
 from records import experiment, picture, stats
 from records.experiment import forecast
-from records_helpers import TRACK, call, fake_trainer, folder_of, runs_in
+from records_helpers import TRACK, call, done, fake_trainer, folder_of, refused, runs_in
 
 pytestmark = pytest.mark.usefixtures("no_pause")
 NAME = made.name_of(fake_trainer())
@@ -47,33 +47,24 @@ def test_ab_goes_on_where_it_stopped_and_its_pairs_are_a_record(repository, caps
     assert status == 2 and out.count("val_loss") == 2
     assert re.search(rf"-{planned[2]} ended with exit status 1: 'it broke'; .*console.txt has", err)
     assert "_First: 1 lines added, 1 removed.\n" in out
-    status, out, err = call(repository, capsys, "ab", "--runs", 6)
-    assert status == 0, out + err
+    out = done(repository, capsys, "ab", "--runs", 6)
     assert [run for run, _ in made.order_of(repository)] == [*planned[:3], *planned[2:]]
     gain = r"\ntime differs by -\d.* \(-\d.* to -\d.*\); that it is less: p = 0.0046,"
     assert re.search(gain, out)
     assert re.search(r"\ntrain_gpt.py, on fake x2, .*: 0.\d s, mean loss 0.80\d+\n", out), out
     assert re.search(r"_First, in pairs with it, on fake x2, .* mean loss 0.85\d+\n", out), out
     assert not list((repository.root / "logs").glob("*/*.pt"))
-    found = starts(repository)
-    assert found.pop(planned[2]) == 2 and {*found.values()} == {1}
-    status, out, err = call(repository, capsys, "submit", "--name", "Second", "--by", "Me")
-    assert status == 0, out + err
-    assert "\nBy Me.\n" in out and f"reproduce records/{TRACK}/" in out
-
-
-def test_a_script_has_one_batch_whose_seeds_follow_from_the_code(repository, capsys):
-    """With another number of runs it would have another try."""
-    assert call(repository, capsys, "ab", "--runs", 6)[0] == 0
+    found = {run: 2 if run == planned[2] else 1 for run in planned}
+    assert starts(repository) == found
+    # With another number of runs it would have another try.
+    told = {run: f"1:{int(run[:2])}/6:{start}" for run, start in found.items()}
+    assert dict(made.order_of(repository)) == told
     code = made.sha_of(fake_trainer())
     seeds = [stats.seed_of(code, 1, number // 2) for number in range(2, 14)]
     assert [run.seed for run in runs_in(repository, MINE)] == seeds
-    told = dict(made.order_of(repository))
-    assert told == {
-        f"0{number}{side}": f"1:{number}/6:1" for number in range(1, 7) for side in "ab"
-    }
-    status, _, err = call(repository, capsys, "ab", "--runs", 7)
-    assert status == 2 and "finish these, or change the script" in err
+    assert "finish these, or change the script" in refused(repository, capsys, "ab", "--runs", 7)
+    out = done(repository, capsys, "submit", "--name", "Second", "--by", "Me")
+    assert "\nBy Me.\n" in out and f"reproduce records/{TRACK}/" in out
 
 
 @pytest.mark.slow
@@ -86,8 +77,7 @@ def test_ends_of_a_run(repository, capsys):
     log.parent.mkdir()
     os.mkfifo(log)
     stop.write_text(f"{first} refused")
-    status, _, err = call(repository, capsys, *again)
-    assert status == 2 and "'status:error no data'" in err
+    assert "'status:error no data'" in refused(repository, capsys, *again)
     stop.write_text(f"{first} SIGINT")
     status, _, err = call(repository, capsys, *again)
     assert status == 130 and "interrupted; the same command goes on" in err
@@ -95,7 +85,7 @@ def test_ends_of_a_run(repository, capsys):
     signal.signal(signal.SIGTERM, lambda *_: None)  # which would let it go on
     with pytest.raises(SystemExit, match="terminated"):
         call(repository, capsys, *again)
-    assert call(repository, capsys, *again)[0] == 0
+    done(repository, capsys, *again)
     found = starts(repository)
     assert [found[run] for run in (first, second, third)] == [2, 2, 1]
 
@@ -104,14 +94,14 @@ def test_ends_of_a_run(repository, capsys):
 def test_two_at_once_and_another_machine_are_refused(repository, capsys):
     with open(repository.root / "logs" / "records.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        status, _, err = call(repository, capsys, "ab", "--runs", 6)
-    assert status == 2 and "another `python -m records` is making runs here" in err
+        said = refused(repository, capsys, "ab", "--runs", 6)
+    assert "another `python -m records` is making runs here" in said
     assert not (repository.root / "order.txt").exists()
-    assert call(repository, capsys, "ab", "--runs", 6)[0] == 0
+    done(repository, capsys, "ab", "--runs", 6)
     path = next((repository.root / "logs").glob(f"{NAME}-01b/log.txt"))
     made.edit(path, r"^(run:[a-z].*) device:fake", r"\1 device:another")
-    status, _, err = call(repository, capsys, "ab", "--runs", 6)
-    assert status == 2 and "device differs between runs: 'another x2', 'fake x2'" in err
+    said = refused(repository, capsys, "ab", "--runs", 6)
+    assert "device differs between runs: 'another x2', 'fake x2'" in said
 
 
 def test_a_run_imports_what_this_process_does(monkeypatch):
@@ -131,17 +121,16 @@ def test_a_run_imports_what_this_process_does(monkeypatch):
 def test_a_rehearsal_counts_for_nothing(repository, capsys):
     """Its seeds are none of the batch's, any number of pairs goes on from others, and no record
     comes of it."""
-    status, out, err = call(repository, capsys, "rehearse", "--runs", 2)
-    assert status == 0, out + err
+    out = done(repository, capsys, "rehearse", "--runs", 2)
     assert re.search(r"8 pairs: \d+ minutes; at this spread they show \d+.\d %\n(Yes|No): ", out)
     assert {place[:2] for _, place in made.order_of(repository)} == {"0:"}
     code = made.sha_of(fake_trainer())
     batch = {stats.seed_of(code, 1, number) for number in range(1, 17)}
     assert not batch & {run.seed for run in runs_in(repository, f"rehearsal-{NAME}-*")}
-    assert call(repository, capsys, "rehearse", "--runs", 3)[0] == 0
+    done(repository, capsys, "rehearse", "--runs", 3)
     assert len(made.order_of(repository)) == 6
-    status, _, err = call(repository, capsys, "submit", "--name", "Second", "--by", "Me")
-    assert status == 2 and "there are no runs" in err
+    words = ("submit", "--name", "Second", "--by", "Me")
+    assert "there are no runs" in refused(repository, capsys, *words)
 
 
 def forecast_of(gain, loss, seed):
@@ -172,8 +161,7 @@ def test_a_forecast_tells_a_large_gain_from_a_small_one_and_from_a_bad_idea():
 def test_a_claim_is_hinted_at_where_there_is_one(repository, capsys):
     """Not for a script that is as slow as its parent's."""
     (repository.root / "train_gpt.py").write_text(made.SLOW + "SAME = True\n")
-    status, out, err = call(repository, capsys, "ab", "--runs", 6)
-    assert status == 0, out + err
+    out = done(repository, capsys, "ab", "--runs", 6)
     assert "It is no record." in out and "To claim it" not in out
 
 
@@ -188,11 +176,7 @@ REFUSED = {
     "two dtypes": (fake_trainer(dtype="bfloat16"), "ab", "are bfloat16 and float32; pairs run in"),
     "few losses": (fake_trainer(log_every=2), "ab", "logs 5 losses, 6 are due; lower log_every=2"),
     "comments": (made.SLOW + "# faster\n", "ab", "is the code of .*_First, but for comments and"),
-    "F": (
-        fake_trainer() + "\nimport torch\ntorch.sum = 1\n",
-        "ab",
-        "the script changes torch.sum,",
-    ),
+    "F": (f"{fake_trainer()}\nimport torch\ntorch.sum = 1\n", "ab", "script changes torch.sum,"),
     "six of form": (fake_trainer(), "ab --runs 6 --form", "a change of form takes 8 pairs"),
     "five pairs": (fake_trainer(), "ab --runs 5", f"--runs 5: {MINIMUM} 16"),
     "17 pairs": (fake_trainer(), "ab --runs 17", f"--runs 17: {MINIMUM} 16"),
@@ -204,9 +188,8 @@ REFUSED = {
 def test_runs_of_which_no_record_can_come_are_refused_first(repository, capsys, name):
     script, words, reason = REFUSED[name]
     (repository.root / "train_gpt.py").write_text(script)
-    status, out, err = call(repository, capsys, *words.split())
-    assert status == 2 and re.search(reason, err) and err.count("\n") == 1, out + err
-    assert not (repository.root / "order.txt").exists()
+    said = refused(repository, capsys, *words.split())
+    assert re.search(reason, said) and not (repository.root / "order.txt").exists(), said
 
 
 def test_a_board_without_records_and_one_that_is_not_open(repository, capsys):
@@ -220,8 +203,7 @@ def test_a_board_without_records_and_one_that_is_not_open(repository, capsys):
         *((f"{command} --track nano", closed) for command in ("ab", "run", "diff", "reproduce")),
         ("submit --name X --by Me --track nano", closed),
     ):
-        status, _, err = call(empty, capsys, *words.split())
-        assert status == 2 and err.startswith(f"records: {reason}") and err.count("\n") == 1
+        assert refused(empty, capsys, *words.split()).startswith(f"records: {reason}")
 
 
 @pytest.mark.parametrize(
@@ -235,8 +217,7 @@ def test_runs_are_judged_as_they_are_made(tmp_path, capsys, old, new, reason):
     """A minute is claimed by a script that trains for no time, say."""
     repository = made.make_repository(tmp_path)
     (tmp_path / "train_gpt.py").write_text(fake_trainer().replace(old, new))
-    status, _, err = call(repository, capsys, "run", "--runs", 2)
-    assert status == 2 and re.search(reason, err), err
+    assert re.search(reason, refused(repository, capsys, "run", "--runs", 2))
     assert len(made.order_of(repository)) == 1
 
 
@@ -248,7 +229,7 @@ def test_runs_are_judged_as_they_are_made(tmp_path, capsys, old, new, reason):
     "loss, verdict",
     [(0.0, "Reproduced: the loss is below"), (0.04, "NOT reproduced: the loss is above")],
 )
-def test_reproduced_runs_have_a_verdict(repository, capsys, loss, verdict):
+def test_reproduced_runs_have_a_verdict(repository, capsys, monkeypatch, loss, verdict):
     """By their losses; and seconds that the clock leaves out are told."""
     tip = folder_of(repository, "First")
     source = (tip / "train_gpt.py").read_text()
@@ -264,16 +245,11 @@ def test_reproduced_runs_have_a_verdict(repository, capsys, loss, verdict):
     slower = re.sub(r"code_sha256:\{.*?\}", code, slower).replace("{code.rstrip()}", "@CODE@")
     slower = slower.replace('f"""@CODE@', 'SOURCE.rstrip() + f"""')
     slower = slower.replace("LOSS, TIME", f"SOURCE = {source!r}\nLOSS, TIME", 1)
-    patch = pytest.MonkeyPatch()
-    patch.setattr(experiment, "keep_plan", keep_plan)
-    status, out, err = call(repository, capsys, "reproduce", tip, "--runs", 3)
-    patch.undo()
-    assert status == 0, out + err
+    monkeypatch.setattr(experiment, "keep_plan", keep_plan)
+    out = done(repository, capsys, "reproduce", tip, "--runs", 3)
     assert verdict in out
-    wall, told = map(
-        float, re.search(r"by the wall .* (\S+) s, by their clocks (\S+) s", out).groups()
-    )
-    assert wall > told + 15
+    seconds = re.search(r"by the wall .* (\S+) s, by their clocks (\S+) s", out)
+    assert float(seconds[1]) > float(seconds[2]) + 15
     assert re.search(r"WARNING: a clock leaves out [45]\.\d s more of a run", out)
 
 
@@ -282,15 +258,15 @@ def test_reproduced_runs_do_not_count_and_are_judged(repository, capsys):
     """Their seeds are fresh, and kept for the case that they are stopped."""
     tip = folder_of(repository, "First")
     words = ("reproduce", tip, "--runs", 2)
-    status, out, err = call(repository, capsys, *words)
-    assert status == 0 and "\nloss below the target 0.88: p = " in out, out + err
+    out = done(repository, capsys, *words)
+    assert "\nloss below the target 0.88: p = " in out
     assert re.search(r"\nnow, on fake x2, world size 1, .*: 0\.\d s, mean loss 0.85\d+\n", out)
     told = dict(made.order_of(repository))
     assert list(told) == ["01a", "02a"] and not any(name[:2] == "1:" for name in told.values())
     runs = runs_in(repository, "reproduce-*-0?a")
     assert runs[0].seed != runs[1].seed
     runs[1].path.unlink()
-    assert call(repository, capsys, *words)[0] == 0
+    done(repository, capsys, *words)
     again = runs_in(repository, "reproduce-*-0?a")
     assert [run.seed for run in runs] == [run.seed for run in again]
     ruled = made.ruled(repository.root, config={**made.FIXED, "layers": [1]})
@@ -301,36 +277,29 @@ def test_reproduced_runs_do_not_count_and_are_judged(repository, capsys):
 def test_diff_shows_what_is_a_contestants_own(repository, capfd):
     """Main has changed two lines since the last record, and the contestant one."""
     script = repository.root / "train_gpt.py"
-    mine = script.read_text()
     cleaned = made.SLOW + "A = 1\nB = 2\n"
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@y", "-C", str(repository.root)]
     script.write_text(cleaned)
     for words in (["init", "-q", "-b", "main"], ["add", "train_gpt.py"], ["commit", "-qm", "x"]):
         subprocess.run([*git, *words], check=True)
     script.write_text(cleaned + "C = 3\n")
-    status, out, err = call(repository, capfd, "diff")
-    first = out.splitlines()[0]
-    assert (
-        status == 0
-        and "_First: 3 lines added, 0 removed; of these, 1 and 0 since main, as" in first
-    )
-    status, out, err = call(repository, capfd, "diff", "--since", "main")
-    added = [line for line in out.splitlines() if re.match(r"\+[^+]", line)]
-    assert status == 0 and added == ["+C = 3"]
+    first = done(repository, capfd, "diff").splitlines()[0]
+    assert "_First: 3 lines added, 0 removed; of these, 1 and 0 since main, as" in first
+    out = done(repository, capfd, "diff", "--since", "main")
+    assert re.findall(r"^\+[^+].*", out, re.MULTILINE) == ["+C = 3"]
     status, _, err = call(repository, capfd, "diff", "--since", "nowhere")
     assert status == 2 and "--since nowhere: git shows no such commit" in err
-    script.write_text(mine)
 
 
 def test_diff_knows_the_last_record(repository, capfd):
     tip = folder_of(repository, "First")
-    status, out, _ = call(repository, capfd, "diff")
-    assert status == 0 and "1 file changed, 1 insertion(+), 1 deletion(-)" in out
+    out = done(repository, capfd, "diff")
+    assert "1 file changed, 1 insertion(+), 1 deletion(-)" in out
     assert f"\n--- a{tip}/train_gpt.py\n+++ b{repository.root}/train_gpt.py\n" in out
     assert "+LOSS, TIME = 0.8, 50\n" in out
-    assert call(repository, capfd, "diff", tip)[1] == out
-    status, _, err = call(repository, capfd, "diff", repository.root / "none.py")
-    assert status == 2 and "none.py: No such file" in err
+    assert done(repository, capfd, "diff", tip) == out
+    said = refused(repository, capfd, "diff", repository.root / "none.py")
+    assert "none.py: No such file" in said
 
 
 THEIRS = """import torch
@@ -348,8 +317,7 @@ def test_plot_draws_records_runs_and_other_trainers_logs(pristine, tmp_path, cap
     run = next((pristine.root / "logs").glob("*-01a"))
     paths = [folder_of(pristine, "First"), run, theirs]
     out = tmp_path / "new" / "plot.svg"
-    assert call(pristine, capsys, "plot", *paths, "--out", out)[0] == 0
+    done(pristine, capsys, "plot", *paths, "--out", out)
     assert all(f">{path.name}<" in out.read_text() for path in paths)
     theirs.write_text("nothing\n")
-    status, _, err = call(pristine, capsys, "plot", theirs, "--out", out)
-    assert status == 2 and "holds no line `step" in err and err.count("\n") == 1
+    assert "holds no line `step" in refused(pristine, capsys, "plot", theirs, "--out", out)

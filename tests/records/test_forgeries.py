@@ -110,15 +110,16 @@ def test_a_batch_that_grows_sixfold_late_passes(repository):
 # ----- what takes more than edits: functions of the repository and more words
 
 
-def remade(repository, name, part, halves, more, keeps_speed=False):
-    """Logs of a record with half the times, or larger losses, and all that must agree with them."""
+def remade(repository, name, part, halves, more, keeps_speed=False, seconds=0):
+    """Logs of a record with half the times, larger losses, or some seconds less, and all that must
+    agree with them."""
     for path in logs_in(folder_of(repository, name), part):
         run = made.stored(path)
         place = f"{run.batch}:{run.counter}/{run.declared}:{run.start}"
-        result = {"loss": run.val_loss + more, "time_ms": run.train_time_ms // (1 + halves)}
+        time_ms = run.train_time_ms // (1 + halves) - 1000 * seconds
+        result = {"loss": run.val_loss + more, "time_ms": time_ms, "started": run.started}
         result |= {"speed": run.speed} if keeps_speed else {}
-        text = made.log_text(run.run, run.source, run.seed, place, started=run.started, **result)
-        path.write_text(text)
+        path.write_text(made.log_text(run.run, run.source, run.seed, place, **result))
 
 
 def with_script(repository, is_rehashed):
@@ -147,15 +148,17 @@ def same_run_again(repository, noise):
         with_losses_of(path, made.stored(first), noise)
 
 
-def copies_but_for_a_step(repository):
+def copies_but_for(repository, *steps):
+    """Runs that share most losses, up to a noise, and not those of some steps."""
     same_run_again(repository, 2e-4)
     for number, path in enumerate(logs_in(folder_of(repository, "First"))):
-        edit(path, r"^(step:20/60 train_loss:)\S+", rf"\g<1>{1 + number}.00000")
+        for step in steps:
+            edit(path, rf"^(step:{step}/60 train_loss:)\S+", rf"\g<1>2.{number}1828")
 
 
 def whole_record_again(repository):
     """A copy of the last record with a comment, under its own seeds, names and starts."""
-    folder = forced(repository, "Copy", pairs(repository, "second", tail="another = 1\n"))
+    folder = added(repository, "Copy", "second", "another = 1\n")
     for part in ("logs", "baseline"):
         others = logs_in(folder_of(repository, "Faster"), part)
         for path, other in zip(logs_in(folder, part), others, strict=True):
@@ -194,10 +197,10 @@ def copied(repository, pattern, name):
     shutil.copytree(path, path.with_name(name))
 
 
-def added(repository, name, word):
-    """A new record, named like another one, or with its script."""
+def added(repository, name, word, tail=""):
+    """A new record, named like another one, or with its script, to which a tail may be added."""
     shutil.rmtree(repository.root / "logs")
-    forced(repository, name, pairs(repository, word))
+    return forced(repository, name, pairs(repository, word, tail=tail))
 
 
 def behind_a_link(repository):
@@ -221,31 +224,10 @@ def scripts_of_two_dtypes(repository):
     forced(repository, "Fast", source)
 
 
-def six_losses_of_seven(repository):
-    """Runs that share most losses to the last digit, and the others not."""
-    first, *others = logs_in(folder_of(repository, "First"))
-    for number, path in enumerate(others):
-        with_losses_of(path, made.stored(first), 2e-4)
-        for step in (20, 40, 60):
-            edit(path, rf"^(step:{step}/60 train_loss:)\S+", rf"\g<1>2.{number}1828")
-
-
 def hidden_clock(repository):
     """Twelve seconds of each run of the record's pass beside its clock."""
     for part, seconds in (("logs", 12), ("baseline", 0)):
-        for path in logs_in(folder_of(repository, "Faster"), part):
-            run = made.stored(path)
-            place = f"{run.batch}:{run.counter}/{run.declared}:{run.start}"
-            result = {"loss": run.val_loss, "time_ms": run.train_time_ms - 1000 * seconds}
-            text = made.log_text(
-                run.run, run.source, run.seed, place, started=run.started, **result
-            )
-            path.write_text(text)
-
-
-def with_a_comment(repository, tail):
-    """A script that differs from its parent's for a reader alone."""
-    forced(repository, "Comment", pairs(repository, "second", tail=tail))
+        remade(repository, "Faster", part, 0, 0, seconds=seconds)
 
 
 def with_a_file(repository, name, size):

@@ -12,7 +12,7 @@ import helpers
 import records_helpers as made
 import train_gpt
 from records import files, render
-from records_helpers import call
+from records_helpers import call, done
 
 
 @pytest.mark.slow
@@ -35,8 +35,7 @@ def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch)
     row = f'"tiny": {replace(tiny, track="tiny", val_sha256=val_sha256)!r}'
     code = helpers.TRAINER.read_text().replace("TRACKS = {\n", f"TRACKS = {{\n    {row},\n", 1)
     (tmp_path / "train_gpt.py").write_text(code)
-    status, out, err = call(repository, capsys, "run", "--track", "tiny", "--runs", 2)
-    assert status == 0, out + err
+    done(repository, capsys, "run", "--track", "tiny", "--runs", 2)
 
     first, second = made.runs_in(repository, "tiny-*-0?a")
     result = helpers.Run(0, "", "", first.path.parent).result
@@ -51,12 +50,11 @@ def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch)
     assert list(first.losses) == due
 
     words = ["--name", "Tiny-start", "--by", "Me", "--track", "tiny"]
-    status, out, err = call(repository, capsys, "submit", *words)
-    assert status == 0, out + err
+    done(repository, capsys, "submit", *words)
     folder = next((tmp_path / "records" / "tiny").glob("*_Tiny-start"))
     assert "does not say why it works" in call(repository, capsys, "verify")[2]
     made.edit(folder / "README.md", render.WHY, made.WHY)
-    assert call(repository, capsys, "table")[0] == 0
+    done(repository, capsys, "table")
     assert call(repository, capsys, "verify") == (0, "verify: ok, 1 record\n", "")
 
 
@@ -79,7 +77,6 @@ def test_what_the_readme_says_makes_a_record(tmp_path, capsys, no_pause):
             made.edit(next(tmp_path.glob(line.split()[1])), render.WHY, made.WHY)
         for command in line.split(" && "):
             if command.startswith("python -m records "):
-                status, out, err = call(repository, capsys, *command.split()[3:])
-                assert status == 0, (line, out, err)
+                out = done(repository, capsys, *command.split()[3:])
     assert out == "verify: ok, 2 records\n"
     assert re.match(r"git add records( README.md)? && git commit ", lines[-1])

@@ -65,6 +65,7 @@ def test_t_test_and_gain_against_textbook_values():
     assert stats.p_below([1.0], 5.0) == stats.p_below([1.0, 1.0], 5.0) == 1.0
     mean, low, high = stats.gain([50.0, 100.0], [100.0, 100.0])
     assert mean == pytest.approx(math.sqrt(0.5) - 1) and low < mean < high
+    assert stats.pooled([[1.0, 3.0], [5.0, 5.0, 8.0]]) == pytest.approx(math.sqrt((2 + 6) / 3))
 
 
 @pytest.mark.parametrize("declared", [2, 5])
@@ -83,11 +84,6 @@ def test_the_order_of_pairs_and_their_seeds(declared):
     }
     assert stats.seed_of("ab", 1, 2) == stats.drawn("ab:1:2") != stats.seed_of("ab", 1, 3)
     assert 0 <= stats.seed_of("ab", 1, 2) < 2**32
-
-
-def test_pooled_spread():
-    """By hand."""
-    assert stats.pooled([[1.0, 3.0], [5.0, 5.0, 8.0]]) == pytest.approx(math.sqrt((2 + 6) / 3))
 
 
 def test_the_least_gain_is_shown_in_four_of_five_trials():

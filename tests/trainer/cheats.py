@@ -168,27 +168,17 @@ def favour(logits, ids):
 # ----- cheats of more than a few words
 
 
-def what_was_here_when_the_place_was_scored_before(trainer, patch):
-    """In its second evaluation a model like this has seen all targets."""
-    seen = torch.full((trainer.config.val_tokens,), EOT)
-
-    def extra(trainer, passage, micro_batch):
-        remembered = embedding(trainer, seen[passage.position])
-        seen[passage.position] = micro_batch.targets
-        return remembered
-
-    seeing(extra)(trainer, patch)
-
-
-def what_was_here_when_the_place_was_scored_first(trainer, patch):
-    """The same, but it keeps what it saw first."""
+@maker
+def what_was_here_when_the_place_was_scored(keeps_first, trainer, patch):
+    """In its second evaluation a model like this has seen all targets. It may keep what it saw
+    first."""
     seen = torch.full((2 * trainer.config.val_tokens,), EOT)
 
     def extra(trainer, passage, micro_batch):
-        remembered = embedding(trainer, seen[passage.position])
-        is_new = seen[passage.position] == EOT
-        seen[passage.position[is_new]] = micro_batch.targets[is_new]
-        return remembered
+        known = seen[passage.position]
+        is_kept = keeps_first & (known != EOT)
+        seen[passage.position] = torch.where(is_kept, known, micro_batch.targets)
+        return embedding(trainer, known)
 
     seeing(extra)(trainer, patch)
 
@@ -290,11 +280,9 @@ def logits_that_know_the_targets_of_a_pass_in_order(trainer, patch):
     """Of a head that counts the states that it is asked about since the pass."""
     logits, left = trainer.model.logits, []
 
-    def forward(micro_batch, *rest):
-        loss, _, states = trainer.model(micro_batch, *rest)
-        left[:] = micro_batch.targets
-        losses = exactly(favour(logits(states), micro_batch.targets), micro_batch.targets)
-        return loss, losses, states
+    def remember(trainer, hidden, targets):
+        left[:] = 2 * targets.tolist()  # its own losses ask first
+        return hidden
 
     def knowing(states):
         count = len(states.hidden)
@@ -302,7 +290,7 @@ def logits_that_know_the_targets_of_a_pass_in_order(trainer, patch):
         del left[:count]
         return favour(logits(states), ids)
 
-    trainer.forward = forward
+    stating(remember)(trainer, patch)
     trainer.model.logits = knowing
 
 
@@ -387,10 +375,10 @@ AHEAD = {(0, 0, 1, -1): (0, 0, -1, 1)}  # of what is padded by the token before,
 # Models that see later tokens.
 caught_by(
     "causal",
-    what_was_here_when_the_place_was_scored_first,
     target_where_a_seed_says_that_no_gate_looks,
     target_in_a_second_tensor,
     a_constant,
+    what_was_here_when_the_place_was_scored_first=what_was_here_when_the_place_was_scored(True),
     attention_one_ahead_at_edges=attending(partial(ahead, every=32)),
     target_at_the_last_position=seeing_target(lambda _, at: at == at.max()),
     target_far_into_documents=seeing_target(
@@ -405,9 +393,9 @@ caught_by(
 )
 caught_by(
     "causal local",
-    what_was_here_when_the_place_was_scored_before,
     target_in_signs_of_zeros,
     logits_that_know_the_target_of_each_state,
+    what_was_here_when_the_place_was_scored_before=what_was_here_when_the_place_was_scored(False),
     attention_one_ahead=attending(ahead),
     target_unless_noise=seeing_target(lambda batch, at: (batch.inputs < 128).float().mean() > 0.9),
     successors_from_behind=seeing_successors(lambda tokens, low: tokens[low:]),

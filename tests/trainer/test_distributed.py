@@ -19,18 +19,10 @@ import train_gpt
 from helpers import assert_bitwise, tiny_config
 from train_gpt import Runtime, Trainer
 
-SLOW = pytest.mark.slow
 # Ranks share the parameters of a group out, or each of them updates all.
-SEVERAL = pytest.mark.parametrize(
-    "world_size, is_shared_out",
-    [
-        (2, False),
-        (2, True),
-        (3, True),
-        pytest.param(3, False, marks=SLOW),
-        pytest.param(4, True, marks=SLOW),
-    ],
-)
+WAYS = [(2, False), (2, True), (3, True)]
+WAYS += [pytest.param(*way, marks=pytest.mark.slow) for way in ((3, False), (4, True))]
+SEVERAL = pytest.mark.parametrize("world_size, is_shared_out", WAYS)
 EACH_CASE = pytest.mark.parametrize("name", CASES)
 
 
@@ -60,9 +52,6 @@ def everything(runtime, rich, is_shared_out=False):
     return found
 
 
-# ----- steps
-
-
 @EACH_CASE
 @SEVERAL
 def test_steps_of_ranks_are_the_steps_of_one_process(world_size, is_shared_out, name, results_of):
@@ -87,9 +76,6 @@ def test_steps_of_ranks_are_the_steps_of_one_process(world_size, is_shared_out, 
         total = sum(rank["left"][param] for rank in found)
         torch.testing.assert_close(total, grad, atol=1e-5, rtol=1e-5)
         assert grad.any() == (name == "every third" and param not in MATRICES)
-
-
-# ----- what travels
 
 
 @EACH_CASE
@@ -119,9 +105,6 @@ def test_the_ledger_counts_the_bytes_sent(world_size, is_shared_out, name, resul
     sent = results_of(world_size, is_shared_out)[0]["cases"][name]["sent"]
     assert sent == expected
     assert results_of(1)[0]["cases"][name]["sent"] == {}
-
-
-# ----- the order of collectives
 
 
 def recorded(runtime):
@@ -162,9 +145,6 @@ def test_collectives_are_started_in_the_declared_order_and_waited_for_late(
 ):
     for rank in results_of(2, is_shared_out):
         assert rank["events"] == expected.split()
-
-
-# ----- a trajectory
 
 
 def trajectory(runtime, values):
@@ -217,9 +197,6 @@ def test_six_steps_do_not_depend_on_the_world_size(world_size, is_shared_out, re
         # A hundred-and-fiftieth of a step of Adam; but a gradient at the edge of ROUNDING may wait.
         is_far = (found - weight).abs() > 1e-4 * rate + 2e-4 * weight.abs()
         assert is_far.float().mean() <= 1e-4
-
-
-# ----- whole runs
 
 
 def test_a_run_of_two_ranks_logs_what_a_training_step_sends(rich_run_of):

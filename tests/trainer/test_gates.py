@@ -164,23 +164,14 @@ def test_what_rounding_does_is_told_with_its_size(monkeypatch):
     assert re.search(r"states change .* their losses by \d?e-0[5-9] in the mean", verdict.reason)
 
 
-def test_a_mean_of_weights_in_evaluate_alone_is_told(monkeypatch):
+def test_a_loss_of_other_passes_is_told_beside_theirs(monkeypatch):
+    """As where weights are a mean in `evaluate` alone."""
     trainer = gated_trainer()
-    honest = trainer.evaluate
-
-    def evaluate(step, val):
-        weights = trainer.model.embed.data.clone()
-        trainer.model.embed.data.mul_(0.5)
-        loss = honest(step, val)
-        trainer.model.embed.data.copy_(weights)
-        return loss
-
-    trainer.evaluate = evaluate
-    verdict = verdict_on(trainer)
-    assert not verdict.passed["normalised"]
-    told_losses = re.search(r"the run reports (\S+), its passes (\S+),", verdict.reason).groups()
-    reported, passes = map(float, told_losses)
-    assert abs(reported - passes) > 1e-3
+    cheats.CAUGHT["mean_less_a_millionth"][1](trainer, monkeypatch)
+    reason = verdict_on(trainer).reason
+    losses = re.search(r"the run reports (\S+), its passes (\S+),", reason).groups()
+    reported, passes = map(float, losses)
+    assert passes - reported == pytest.approx(1e-6, abs=2e-9)
 
 
 def test_validation_text_that_is_scored_in_part_is_refused():

@@ -1,6 +1,5 @@
 """Attention, rotary embedding, the GPT against a slow float64 reference, what it may see."""
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -15,7 +14,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import helpers
 import train_gpt
 from helpers import EOT, FEEDING, KINDS, LAYERED, layers_of
-from train_gpt import BlockedAttention, Runtime, Trainer, VarlenAttention
+from train_gpt import BlockedAttention, Runtime, VarlenAttention
 
 
 def training_pass(trainer, step, micro_batch, ngram):
@@ -220,15 +219,11 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def shifted_within(document, k):
-    """Keys (T, heads, head_dim) with the standing channels of the token before in its document."""
-    quarter = k.shape[-1] // 4
-    result = k.copy()
-    for i in range(len(k)):
-        for start in (quarter, 3 * quarter):
-            still = slice(start, start + quarter)
-            result[i, :, still] = k[i - 1, :, still] if document[i] != i else 0
-    return result
+def earlier(x, document, back=1):
+    """What x (T, ...) has of the token so far before each one; zeros where its document begins
+    later."""
+    is_there = np.arange(len(x)) - back >= document
+    return (np.roll(x, back, 0).T * is_there).T
 
 
 class SlowGPT:
@@ -249,7 +244,7 @@ class SlowGPT:
     def looked_up(self, tokens):
         """(the tokens' summed rows (T, dim), their guesses (T, G))."""
         tokens = np.append(tokens, EOT)  # the last one is only a target
-        passage = helpers.passage_of(tokens, [(i, i + 1) for i in range(len(tokens) - 1)])
+        passage = helpers.passage_of(tokens, range(len(tokens) - 1))
         rows, signs = train_gpt.rows_of([passage], self.config)
         guesses = train_gpt.copies(passage, self.config)
         table = self.table.weight.double().numpy()
@@ -264,12 +259,8 @@ class SlowGPT:
 
     def embedding(self, inputs, document):
         x = self.weights["embed"][inputs]
-        smeared = x.copy()
-        for i in range(1, len(inputs)):
-            if document[i] != i:
-                gate = sigmoid(self.weights["smear_gate"][0] @ x[i, :12])
-                smeared[i] += self.weights["smear_scale"][0] * gate * x[i - 1]
-        return rms(smeared)
+        gate = sigmoid(x[:, :12] @ self.weights["smear_gate"].T)
+        return rms(x + self.weights["smear_scale"][0] * gate * earlier(x, document))
 
     def turned(self, x, i):
         c, s = np.cos(i * self.speeds), np.sin(i * self.speeds)
@@ -308,7 +299,8 @@ class SlowGPT:
         v = v + np.reshape(addend, shape)
         q, k = rms(q), rms(k)
         if row.shifted_keys:
-            k = shifted_within(document, k)
+            is_standing = np.arange(config.head_dim) // (config.head_dim // 4) % 2 == 1
+            k = np.where(is_standing, earlier(k, document), k)
         mixed = np.zeros(v.shape)
         count = 2 if row.paired_heads else 1  # heads that see each other's keys
         for head in range(v.shape[1]):
@@ -332,11 +324,9 @@ class SlowGPT:
     def mlp_input(self, x, layer, document):
         """What a layer's MLP reads of the residual stream x: each token, and some of those before
         it in its document."""
-        x = rms(x)
-        read = x.copy()
-        for i in range(len(x)):
-            for back in range(1, min(self.config.mlp_reach, i - document[i]) + 1):
-                read[i] += self.part(layer, "mlp_kernel")[back - 1] * x[i - back]
+        read = x = rms(x)
+        for back in range(1, self.config.mlp_reach + 1):
+            read = read + self.part(layer, "mlp_kernel")[back - 1] * earlier(x, document, back)
         return read
 
     def log_probabilities(self, inputs, document, windows):
@@ -398,15 +388,14 @@ class SlowGPT:
         }
         query, key = (hidden @ matrix.T for matrix in own["projections"])
         query, key = (x / np.sqrt((x * x).sum(-1, keepdims=True)) for x in (query, key))
+        gates = sigmoid(hidden @ self.weights["pointer.gate"][0] + own["bias"][0])
         mixed = softmax.copy()
         for i in range(len(hidden)):
-            gate = sigmoid(self.weights["pointer.gate"][0] @ hidden[i] + own["bias"][0])
             low = max(document[i], i - self.config.pointer_window)
             scores = np.exp(np.exp(own["log_scale"]) * (key[low:i] @ query[i]))
-            total = scores.sum() + np.exp(own["sink"][0])
-            mixed[i] *= 1 - gate * scores.sum() / total
-            for j in range(low, i):
-                mixed[i, inputs[j + 1]] += gate * scores[j - low] / total
+            shares = gates[i] * scores / (scores.sum() + np.exp(own["sink"][0]))
+            mixed[i] *= 1 - shares.sum()
+            np.add.at(mixed[i], inputs[low + 1 : i + 1], shares)
         return mixed
 
 
@@ -441,18 +430,17 @@ NETWORKS = {
 @pytest.mark.parametrize("mtp_weights", [(1.0,), (0.7, 0.4, 0.2)])
 @pytest.mark.parametrize("changes", NETWORKS.values(), ids=NETWORKS)
 def test_the_network_against_a_slow_float64_reference(changes, mtp_weights):
+    (later,) = helpers.TINY["stages"]
+    stages = later | {"windows": (16, 32)}, later | {"start": 0.25}
     values = {"micro_batch_tokens": 128, "logit_cap": (5.0, 0.0), "ngram_orders": (2, 3)}
-    config = helpers.tiny_config(**{**values, **changes}, mtp_weights=mtp_weights)
-    (later,) = config.stages
-    stages = dataclasses.replace(later, windows=(16, 32)), dataclasses.replace(later, start=0.25)
-    trainer = Trainer(dataclasses.replace(config, stages=stages), Runtime("cpu"))
-    helpers.randomise(trainer)
+    values |= {"mtp_weights": mtp_weights, "stages": stages, **changes}
+    trainer = helpers.make_trainer(**values)
     text = helpers.byte_documents(400)
     # The first document has lost its start.
     tokens = [*text[1:60], EOT, *text[60:70], EOT, *text[100:158]]
     document = helpers.documents_of(tokens[:128])
     step = 1  # windows have grown once
-    windows = [64 if layer.is_long else 32 for layer in config.layers]
+    windows = [64 if layer.is_long else 32 for layer in trainer.config.layers]
     slow = SlowGPT(trainer, (32, 64))
     expected, of_softmax = slow.log_probabilities(np.array(tokens[:128]), document, windows)
     with torch.no_grad():
@@ -469,8 +457,7 @@ def test_the_network_against_a_slow_float64_reference(changes, mtp_weights):
 
 
 def test_a_pointer_of_any_scale_gives_a_distribution():
-    trainer = Trainer(helpers.tiny_config(micro_batch_tokens=128), Runtime("cpu"))
-    helpers.randomise(trainer)
+    trainer = helpers.make_trainer(micro_batch_tokens=128)
     trainer.model.pointer.log_scale.data.fill_(50.0)
     with torch.no_grad():
         read = helpers.read(trainer, helpers.byte_documents(129))
@@ -482,6 +469,7 @@ def test_a_pointer_of_any_scale_gives_a_distribution():
 
 def varlen(q, k, v, bounds, same, longest, also, scale, window_size):
     """Attention within segments, as FlashAttention has it: none is longer than it is told."""
+    assert bounds is same and bounds.dtype == torch.int32 and longest == also <= len(q)
     place = torch.arange(len(q))
     segment = torch.searchsorted(bounds, place.int(), right=True)
     distance = place[:, None] - place
@@ -496,13 +484,12 @@ def test_one_graph_serves_all_windows(monkeypatch):
     """One of training, of four stages with other windows and other segments, and one of evaluation.
     Losses and gradients are those of blocked attention without a compiler."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
-    config = helpers.tiny_config(val_windows=(96, 192), **LAYERED)
     rows = zip((32, 48, 64, 80), (96, 112, 160, 176), (64, 100, 128, 250), strict=True)
     stages = [
         {"start": i / 4, "windows": (short, long), "document_cap": cap, "mtp_weights": (1.0, 0.5)}
         for i, (short, long, cap) in enumerate(rows)
     ]
-    config = dataclasses.replace(config, stages=stages)
+    values = {"val_windows": (96, 192), "stages": stages, **LAYERED}
     traced = []
     place = np.arange(300)
     texts = [
@@ -513,20 +500,19 @@ def test_one_graph_serves_all_windows(monkeypatch):
         traced.append(graph)
         return aot_eager(graph, example)
 
-    def losses_of(config):
-        trainer = Trainer(config, Runtime("cpu"))
-        helpers.randomise(trainer, 0)
+    def losses_of(**changes):
+        trainer = helpers.make_trainer(**values, **changes)
         read = [helpers.read(trainer, text) for text in texts[:4]]
         losses = [training_pass(trainer, step, *inputs)[1] for step, inputs in enumerate(read)]
         losses += [trainer.score(step, text, 0)[0] for step, text in enumerate(texts)]
         return torch.stack(losses), outputs_and_gradients(trainer)
 
-    expected = losses_of(config)
+    expected = losses_of()
     monkeypatch.setattr(train_gpt, "choose_attention", lambda *_: (VarlenAttention(), "varlen"))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
     torch._dynamo.reset()
     with torch.compiler.config.patch(dynamic_sources=""):
-        found = losses_of(dataclasses.replace(config, compile=True))
+        found = losses_of(compile=True)
     torch._dynamo.reset()
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
     assert len(traced) == 2

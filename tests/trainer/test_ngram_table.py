@@ -17,8 +17,6 @@ import train_gpt
 from helpers import NO_TABLE, assert_bitwise, byte_documents, make_trainer, read, tiny_config
 from train_gpt import ConfigError, NgramTable, Runtime, group_equal, plan_rows
 
-# ----- groups
-
 
 @pytest.mark.parametrize("count", [0, 1, 7, 3000])
 def test_group_equal_against_a_dict(count):
@@ -193,11 +191,9 @@ def test_a_score_between_gradients_and_step_changes_nothing():
     assert_bitwise(*ends)
 
 
-# ----- failures on the way
-
-
-def spoil_second_rank():
-    """The hash fails on rank 1, in the loader's thread alone."""
+def test_a_failure_in_the_loaders_thread_of_one_rank_is_told_in_one_line(
+    tiny, tmp_path, monkeypatch
+):
     honest = train_gpt.ngram_rows
 
     def wrong(*words):
@@ -205,12 +201,8 @@ def spoil_second_rank():
             raise ConfigError("no rows")
         return honest(*words)
 
-    train_gpt.ngram_rows = wrong
-
-
-def test_a_failure_in_the_loaders_thread_of_one_rank_is_told_in_one_line(tiny, tmp_path):
-    values = {**tiny, "steps": 40, "run_id": "wrong"}
-    run = ranks.train(tmp_path, values, world_size=2, before=spoil_second_rank)
+    monkeypatch.setattr(train_gpt, "ngram_rows", wrong)  # ranks inherit it
+    run = ranks.train(tmp_path, {**tiny, "steps": 40, "run_id": "wrong"}, world_size=2)
     assert run.code != 0
     assert run.stderr.splitlines().count("rank 1: status:error no rows") == 1
     assert run.lines[-1].startswith("status:") and "status:ok" not in run.stdout

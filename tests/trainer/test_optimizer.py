@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import math
 import re
 import shutil
 
@@ -178,7 +177,7 @@ def test_moments_are_of_sums_over_the_tokens_of_a_cycle():
         torch.testing.assert_close(cases.state_of(optimizer)["embed"]["first"], first)
 
 
-# ----- compiled updates
+# ----- whole steps
 
 
 @pytest.mark.parametrize("rule", train_gpt.UPDATE_RULES)
@@ -212,9 +211,6 @@ def test_compiled_updates_are_the_plain_ones_in_one_graph(rule, monkeypatch):
     found = (cases.params_of(optimizer) for optimizer in (compiled, plain))
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
     torch._dynamo.reset()
-
-
-# ----- the head, which is the embedding too until it is untied
 
 
 def test_untying_inside_a_cycle_is_torchs_adam_on_one_table_then_on_two():
@@ -251,9 +247,6 @@ def test_untying_inside_a_cycle_is_torchs_adam_on_one_table_then_on_two():
     assert not torch.equal(model.embed, model.head)
 
 
-# ----- the mean of the last weights
-
-
 def test_weights_go_half_of_the_way_to_the_running_mean_of_the_last_ones():
     """Of the weights behind each update of the last five steps of eight; until it is asked for
     nothing changes. Adam's parameters step every other time, and at the last step."""
@@ -287,9 +280,6 @@ def test_weights_go_half_of_the_way_to_the_running_mean_of_the_last_ones():
         assert has_moved == (param.numel() > 0)
 
 
-# ----- the chapter of SOAP
-
-
 def test_without_its_chapter_the_rest_trains(tmp_path):
     """Two steps of Muon, bitwise those of the whole script."""
     source = helpers.TRAINER.read_text()
@@ -306,16 +296,3 @@ def test_without_its_chapter_the_rest_trains(tmp_path):
             trainer.step(step, cases.batch_of(trainer, helpers.byte_documents(300)))
         ends.append([group.tensors() for group in trainer.optimizer.groups])
     helpers.assert_bitwise(*ends)
-
-
-# ----- who owns what
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-def test_owned_ranges_cover_every_unit_once(world_size):
-    for count in range(12):
-        bounds = [train_gpt.Runtime.owned_range(rank, count) for rank in helpers.ranks(world_size)]
-        assert [unit for low, high in bounds for unit in range(low, high)] == [*range(count)]
-        chunk = math.ceil(count / world_size)  # what the collectives give each rank
-        for rank, (low, high) in enumerate(bounds):
-            assert low == min(rank * chunk, count) and high - low <= chunk

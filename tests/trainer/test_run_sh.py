@@ -82,6 +82,8 @@ def installed(calls):
 
 
 def test_set_up_happens_once_and_again_for_other_requirements(call, checkout):
+    # What is half made is removed.
+    assert call("english", STUB_TORN="1")[0] != 0 and not (checkout / ".venv").exists()
     code, _, _, calls = call("english", STUB_NO_PIP="requirements.txt")
     assert code == 1 and installed(calls[-1:])  # nothing was launched
     link = checkout / "a link's folder" / "train"
@@ -133,11 +135,6 @@ def test_the_check_of_a_python_is_by_its_version():
     for version, code in ((check, 0), (check.replace("3, 11", "4, 0"), 1)):
         done = subprocess.run([sys.executable, "-c", version], capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (code, "older than Python 3.11\n" * code)
-
-
-def test_a_venv_that_is_half_made_is_removed(call, checkout):
-    assert call("english", STUB_TORN="1")[0] != 0 and not (checkout / ".venv").exists()
-    assert call("english")[0] == 0
 
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -194,9 +191,6 @@ def test_paths_of_torch_s_compiler_have_no_space(call, checkout, tmp_path):
     call("english", TORCHINDUCTOR_CACHE_DIR="/mine")
     assert (tmp_path / "calls.python").read_text() == f"{python}\n/mine\n"
     root.unlink()
-
-
-# ----- launch.py
 
 
 # ----- launch.py
@@ -345,13 +339,15 @@ def test_a_signal_ends_the_run_and_is_named(ranks, number, code, last, tiny, tmp
     values = {**tiny, "steps": 20_000, "run_id": "run", "micro_batches": ranks}
     is_own = number == signal.SIGTERM
     said = []
-    with started([sys.executable, "-c", ON_TWO_CORES], values, tmp_path) as process:
+    command, own = ["-c", ON_TWO_CORES], {"stderr": subprocess.DEVNULL, "START_METHOD": ""}
+    with helpers.launched(tmp_path, command, values, **own) as process:
         for line in process.stdout:
             said.append(line)
             if line.startswith("step:2/"):
                 children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
                 ids = [int(number) for number in children.split()]
                 os.kill(process.pid if is_own else ids[-1], number)
+        process.wait()
     assert (process.returncode, said[-1]) == (code, last + "\n")
     log = helpers.log_of(tmp_path / "logs" / "run")
     assert ("interrupted" in "".join(said + log)) == is_own
@@ -363,21 +359,11 @@ def test_ranks_that_are_no_forks_train_and_hear_signals(tiny, tmp_path):
     """The file itself, which new processes import again; on one core there is one rank."""
     values = {**tiny, "steps": 20_000, "run_id": "run"}
     said = []
-    with started([sys.executable, ROOT / "launch.py"], values, tmp_path, "spawn") as process:
+    own = {"stderr": subprocess.DEVNULL, "START_METHOD": "spawn"}
+    with helpers.launched(tmp_path, [ROOT / "launch.py"], values, **own) as process:
         for line in process.stdout:
             said.append(line)
             if line.startswith("step:2/"):
                 process.send_signal(signal.SIGINT)
+        process.wait()
     assert (process.returncode, said[-1]) == (130, "status:interrupted\n"), "".join(said)
-
-
-def started(command, values, folder, method=""):
-    """launch.py as a running process, whose stdout is piped."""
-    return subprocess.Popen(
-        [*command, *helpers.arguments(values)],
-        cwd=folder,
-        env={**helpers.environment(), "START_METHOD": method},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )

@@ -150,9 +150,6 @@ def test_a_bad_matrix_keeps_its_basis_and_spoils_no_other(name, method):
         assert order.tolist() == [4, 5, 0, 1, 2, 3]
 
 
-# ----- factors
-
-
 @pytest.mark.parametrize("is_kl, is_first", [(False, False), (True, False), (True, True)])
 def test_factors_against_a_slow_reference(is_kl, is_first):
     """KL's first factors are those of Shampoo."""
