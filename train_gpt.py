@@ -2918,6 +2918,7 @@ def train(run):
     if is_new and config.takes_mean:
         trainer.optimizer.take_mean()
     clock.switch()
+    gc.unfreeze()
 
     if is_new:  # else it is what the run was resumed from
         try:
