@@ -42,7 +42,6 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import gc
 import hashlib
 import importlib.util
 import inspect
@@ -2893,9 +2892,6 @@ def train(run):
     warm_up(trainer, run.first_step, run.tell)
     run.log_untrained()
     loader = TrainLoader(config, run.corpus.shards, run.runtime, run.first_step)
-    # Whatever is there now stays. To look through it for garbage would take a step's time.
-    gc.collect()
-    gc.freeze()
     clock.switch()
     with contextlib.closing(loader):
         batch = loader.next_batch()
@@ -2918,7 +2914,6 @@ def train(run):
     if is_new and config.takes_mean:
         trainer.optimizer.take_mean()
     clock.switch()
-    gc.unfreeze()
 
     if is_new:  # else it is what the run was resumed from
         try:
