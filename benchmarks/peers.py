@@ -177,6 +177,7 @@ def main(argv=None):
     deadline = time.monotonic() + 60 * arguments.minutes
     parts = parts_of(read_text(arguments.text))
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision(common.TRACK.matmul_precision)  # of both sides
     facts = common.environment("cpu")
     path = Path(arguments.results) / f"{NAME}.json"
     runs = json.loads(path.read_text())["runs"] if path.is_file() else []
