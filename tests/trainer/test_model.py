@@ -96,6 +96,16 @@ def test_attention_is_torchs(segments, size, count, back_end, device, dtype, tol
         assert error <= tolerance * max(1, exact.abs().max())
 
 
+def test_faster_products_change_little():
+    """In float32 nothing but rounding; a processor may also round what it multiplies to bfloat16."""
+    losses = {}
+    for precision in ("medium", "highest"):
+        trainer = Trainer(helpers.tiny_config(matmul_precision=precision), Runtime("cpu"))
+        assert torch.get_float32_matmul_precision() == precision
+        losses[precision] = outputs_and_gradients(trainer)[1]
+    torch.testing.assert_close(losses["medium"], losses["highest"], rtol=1e-2, atol=1e-2)
+
+
 def slow_rotary(head_dim, windows):
     """(radians a token of each channel pair, factor of scores)."""
     pairs, factor = head_dim // 2, 1.0
