@@ -97,10 +97,10 @@ def test_attention_is_torchs(segments, size, count, back_end, device, dtype, tol
 
 
 def test_faster_products_change_little():
-    """In float32 nothing but rounding; a processor may also round what it multiplies to bfloat16."""
+    """Nothing but rounding, by some processors to bfloat16."""
     losses = {}
     for precision in ("medium", "highest"):
-        trainer = Trainer(helpers.tiny_config(matmul_precision=precision), Runtime("cpu"))
+        trainer = helpers.make_trainer(matmul_precision=precision)
         assert torch.get_float32_matmul_precision() == precision
         losses[precision] = outputs_and_gradients(trainer)[1]
     torch.testing.assert_close(losses["medium"], losses["highest"], rtol=1e-2, atol=1e-2)
