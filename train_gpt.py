@@ -291,7 +291,6 @@ class Config:
     one_sided_above: int = knob(1024, "soap rules: a larger side has no eigenbasis", *SIZE)
     adam_lr: float = knob(0.008, "rate of embeddings, head and scalars under Adam", *POSITIVE)
     embed_lr: float = knob(1.0, "rate of embedding and head, as a multiple of adam_lr", *POSITIVE)
-    embed_scale_lr: float = knob(0.1, "rate of embed_scale, as a multiple of adam_lr", *POSITIVE)
     adam_every: int = knob(2, "Adam steps every k-th step, on the sum of gradients", *OFTEN)
     ngram_lr: float = knob(0.15, "the table's constant rate (Adagrad); 0: frozen", *NOT_NEGATIVE)
     ngram_floor: float = knob(0.2, "a row slows down below this gradient RMS", *POSITIVE)
@@ -428,7 +427,6 @@ TRACKS = {
         adam_lr=0.022,
         adam_every=1,
         embed_lr=2.0,
-        embed_scale_lr=5.0,
         ngram_lr=0.4,
         val_tokens=262_144,
         val_sha256="cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
@@ -960,8 +958,6 @@ class Scene(NamedTuple):
 
     slots: Tensor  # (T,) int32: where each token's rows stand among those of the embeddings
     position: Tensor  # (T,) of each token in its segment
-    embedded: Tensor  # (T, model_dim), normalised
-    ngram: Tensor  # (T, model_dim), the sum of each token's rows of the table
     rotary: tuple  # see rotary_tables
     masks: dict  # {(is_long, paired_heads): the back end's mask}
 
@@ -992,7 +988,6 @@ class Block(nn.Module):
         if layer.value_embedding:
             rule = {"lr_mul": 75.0, "decay": 1.875, "betas": (0.75, 0.95)}
             self.value_embed = embedding(config, std=0.01, **rule)
-            self.value_gate = gates(config, heads)
         if layer.exclusive:
             self.exclusive_gate = gates(config, heads)
         if layer.decides_gates:
@@ -1006,8 +1001,6 @@ class Block(nn.Module):
         kernel = torch.zeros(config.mlp_reach, dim, dtype=config.torch_dtype)
         self.mlp_kernel = ruled(kernel, lr_mul=3.0)
         self.ngram_gate = gates(config, 1)
-        self.residual_scale = ruled(torch.ones(1), lr_mul=5.0, betas=(0.9, 0.95))
-        self.embed_scale = ruled(torch.zeros(1), lr_mul=config.embed_scale_lr)
         # They multiply what attention and MLP add, and step by twice the matrices' rate: five times
         # Adam's, as others have it, was too much on english.
         lr_mul = 2 * config.matrix_lr / config.adam_lr
@@ -1023,11 +1016,6 @@ class Block(nn.Module):
         keys[:, :, 0] = 0
         keys[:, :, 1] = queries[:, :, 1]
 
-    def enter(self, x, scene):
-        """The residual stream x (T, model_dim) with what a block adds of embedding and n-grams."""
-        x = self.residual_scale[0] * x + self.embed_scale[0] * scene.embedded
-        return x + gate(x, self.ngram_gate) * scene.ngram
-
     def attention(self, x, scene, value_rows=None, mixture=None, head_gates=None):
         """What attention adds to the residual stream, computed from x (T, model_dim).
 
@@ -1040,15 +1028,11 @@ class Block(nn.Module):
         cos, sin = scene.rotary
         heads = config.model_dim // config.head_dim
         value, output = self.value_output.unbind()
-        x_normed = norm(x)
         weights = torch.cat([self.query_key.flatten(0, 1), value])
-        qkv = F.linear(x_normed, weights).view(len(x), -1, config.head_dim)
+        qkv = F.linear(norm(x), weights).view(len(x), -1, config.head_dim)
         qk, v = qkv.split([2 * heads, heads], dim=1)
         if layer.value_embedding:
-            embedded = F.embedding(scene.slots, value_rows)
-            half = GATE_DIM // 2
-            gated_by = torch.cat([x_normed[:, :half], embedded[:, :half]], dim=1)
-            v = v + gate(gated_by, self.value_gate)[..., None] * embedded.view_as(v)
+            v = v + F.embedding(scene.slots, value_rows).view_as(v)
         if mixture is not None:
             v = v + mixture.view_as(v)
         qk = norm(qk)  # of all heads, queries before keys
@@ -1176,11 +1160,8 @@ class GPT(nn.Module):
         numbers = range(len(config.layers))
         self.blocks = nn.ModuleList(Block(config, number, back_end) for number in numbers)
         self.mixer = Mixer(config) if config.layers_with("feeds_last") else None
-        self.smear_gate = gates(config, 1, lr_mul=0.01)
-        self.smear_scale = ruled(torch.zeros(1), lr_mul=5.0)
         self.ngram_gate = gates(config, 1)  # before the head
         self.copy_scale = ruled(torch.zeros(len(config.copy_orders)), lr_mul=20.0)
-        self.copy_gate = gates(config, len(config.copy_orders), lr_mul=0.1)
         self.pointer = Pointer(config) if config.pointer_window else None
         draw_parameters(self, config.seed)
         if untie_step(config):  # they are equal until then
@@ -1209,21 +1190,12 @@ class GPT(nn.Module):
                 torch._dynamo.maybe_mark_dynamic(rows[name], 0)  # one graph serves any number
         return rows
 
-    def embedded(self, x, position):
-        """The embeddings of tokens (T, model_dim), each with a gated share of the one before it in
-        its segment."""
-        share = torch.sigmoid(F.linear(x[:, :GATE_DIM], self.smear_gate))
-        share = share.masked_fill((position == 0)[:, None], 0)
-        before = F.pad(x, (0, 0, 1, -1))
-        return norm(x + self.smear_scale[0] * share * before)
-
-    def copied(self, x, micro_batch, head_rows):
+    def copied(self, micro_batch, head_rows):
         """The sum of the head's rows of each token's copies, (T, model_dim), each weighted by its
-        order and by x (T, model_dim). head_rows: see token_rows."""
-        is_there = micro_batch.guesses >= 0
-        weights = self.copy_scale + F.linear(norm(x)[:, :GATE_DIM], self.copy_gate)
+        order. head_rows: see token_rows."""
+        weights = self.copy_scale * (micro_batch.guesses >= 0)
         rows = F.embedding(micro_batch.slots[:, 1:], norm(head_rows))
-        return ((weights * is_there)[..., None] * rows).sum(1).to(x.dtype)
+        return (weights[..., None] * rows).sum(1).to(rows.dtype)
 
     def hidden(self, micro_batch, ngram, phase, rotary, rows):
         """Final hidden states (T, model_dim), normalised.
@@ -1234,9 +1206,9 @@ class GPT(nn.Module):
         slots = micro_batch.slots[:, 0]
         start = micro_batch.segment_start
         position = torch.arange(len(start), device=start.device) - start
-        x = self.embedded(F.embedding(slots, rows["embed"]), position)
+        x = norm(F.embedding(slots, rows["embed"]))
         value_rows = [rows.get(f"blocks.{n}.value_embed") for n in range(len(self.blocks))]
-        scene = Scene(slots, position, x, ngram, rotary, self.masks(micro_batch, phase))
+        scene = Scene(slots, position, rotary, self.masks(micro_batch, phase))
         outputs = []  # of the blocks so far
         states = []  # that the mixer reads
         attended = None  # what attention reads in place of the residual stream
@@ -1248,7 +1220,7 @@ class GPT(nn.Module):
                 head_gates.update(zip(block.gated, columns, strict=True))
             if layer.skip:
                 x = x + block.skip_scale[0] * outputs[number - layer.skip]
-            x = block.enter(x, scene)
+            x = x + gate(x, block.ngram_gate) * ngram
             mixture = None
             if number == 0:
                 states.append(x)
@@ -1271,7 +1243,7 @@ class GPT(nn.Module):
             for number in self.config.layers_with("value_embedding")[:1]:
                 states.append(F.embedding(slots, value_rows[number]))
             x = x + self.mixer.leave(x, states)
-        return norm(x + self.copied(x, micro_batch, rows["head"]))
+        return norm(x + self.copied(micro_batch, rows["head"]))
 
     def states(self, hidden, micro_batch):
         """The States of final hidden states (T, model_dim)."""

@@ -407,7 +407,7 @@ caught_by(
     rows_of_the_next_token=replacing(
         "ngram_rows", lambda honest, *words: [np.roll(rows, -1, 0) for rows in honest(*words)]
     ),
-    smear_from_ahead=replacing(
+    earlier_tokens_from_ahead=replacing(
         "pad", lambda honest, x, by, **rest: honest(x, AHEAD.get(by, by), **rest), owner=F
     ),
     keys_from_ahead=replacing(

@@ -177,7 +177,7 @@ BANKS = {
 # Five matrices go 3, 2 over two ranks, 2, 2, 1 over three and 2, 2, 1, 0 over four. Only short
 # sides have bases: their factors have full rank from the first step, so that rounding, which
 # differs between world sizes, turns no eigenvectors.
-SMALL = {"smear_scale": (1,)}
+SMALL = {"skip_scale": (1,)}
 SHORT_SIDES = {**SMALL, "query_key": (5, 6, 12), "mlp": (1, 14, 5), "embed": (2, 8)}
 SOAP = {"basis_every": 2, "one_sided_above": 10}
 
@@ -190,8 +190,8 @@ CASES = {
             "mlp": (3, 16, 8),
             "embed": (7, 8),
             "value_embed": (0, 8),
-            "smear_gate": (1, 5),
-            "residual_scale": (3,),
+            "ngram_gate": (1, 5),
+            "copy_scale": (3,),
         }
     ),
     "bfloat16": Case(
@@ -200,14 +200,14 @@ CASES = {
             "mlp": (6, 8, 16),
             "embed": (1, 8),
             "head": (13, 8),
-            "value_gate": (2, 3, 4),
-            "embed_scale": (3,),
+            "exclusive_gate": (2, 3, 4),
+            "log_scale": (3,),
         },
         dtype="bfloat16",
     ),
-    "every third": Case({**BANKS, "smear_gate": (1, 12)}, {"adam_every": 3}),
+    "every third": Case({**BANKS, "ngram_gate": (1, 12)}, {"adam_every": 3}),
     # At the last of four steps, three sixths of the run.
-    "untied": Case({**BANKS, "smear_gate": (1, 12)}, {"untie_at": 0.5}),
+    "untied": Case({**BANKS, "ngram_gate": (1, 12)}, {"untie_at": 0.5}),
 }
 for rule in train_gpt.UPDATE_RULES:
     CASES[rule] = Case(SHORT_SIDES, {**SOAP, "matrix_update": rule, "steps": 25}, steps=8)

@@ -328,7 +328,7 @@ AMONG_LAYERS = (
     "attention_across_documents",
     "keys_across_documents",
     "keys_from_ahead",
-    "smear_from_ahead",
+    "earlier_tokens_from_ahead",
 )
 NARROW = ("attention_one_ahead", "losses_less_a_thousandth", "target_in_signs_of_zeros")
 

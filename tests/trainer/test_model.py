@@ -260,17 +260,13 @@ class SlowGPT:
         table = self.table.weight.double().numpy()
         return (signs[:, :, None] * table[rows]).sum(1), guesses.astype(np.int64)
 
-    def copied(self, guesses, weights):
-        """The sum of the head's rows of guesses (T, G), by weights (T, G)."""
+    def copied(self, guesses):
+        """The sum of the head's rows of guesses (T, G), by the scales of their orders."""
         total = np.zeros((len(guesses), self.dim))
         for i, column in np.argwhere(guesses >= 0):
-            total[i] += weights[i, column] * rms(self.weights["head"][guesses[i, column]])
+            scale = self.weights["copy_scale"][column]
+            total[i] += scale * rms(self.weights["head"][guesses[i, column]])
         return total
-
-    def embedding(self, inputs, document):
-        x = self.weights["embed"][inputs]
-        gate = sigmoid(x[:, :12] @ self.weights["smear_gate"].T)
-        return rms(x + self.weights["smear_scale"][0] * gate * earlier(x, document))
 
     def turned(self, x, i):
         c, s = np.cos(i * self.speeds), np.sin(i * self.speeds)
@@ -303,9 +299,7 @@ class SlowGPT:
         value, output = self.part(layer, "value_output")
         q, k, v = ((rms(x) @ matrix.T).reshape(shape) for matrix in (query, key, value))
         if row.value_embedding:
-            own = self.part(layer, "value_embed")[inputs]
-            read = np.concatenate([rms(x)[:, :6], own[:, :6]], axis=1)
-            v = v + self.gates(layer, "value_gate", read) * own.reshape(shape)
+            v = v + self.part(layer, "value_embed")[inputs].reshape(shape)
         v = v + np.reshape(addend, shape)
         q, k = rms(q), rms(k)
         if row.shifted_keys:
@@ -343,7 +337,7 @@ class SlowGPT:
         """Log-probabilities (T, vocabulary) of the next token."""
         config, weights = self.config, self.weights
         ngram, guesses = self.looked_up(inputs)
-        embedded = x = self.embedding(inputs, document)
+        x = rms(self.weights["embed"][inputs])
         left, states = {}, []
         last = len(config.layers) - 1
         heads = self.dim // config.head_dim
@@ -358,7 +352,6 @@ class SlowGPT:
                 gates.update(zip(gated, columns, strict=True))
             if row.skip:
                 x = x + self.part(layer, "skip_scale") * left[layer - row.skip]
-            x = self.part(layer, "residual_scale") * x + self.part(layer, "embed_scale") * embedded
             x = x + 2 * sigmoid(x[:, :12] @ self.part(layer, "ngram_gate").T) * ngram
             states, addend = states or [x], np.zeros_like(x)
             if feeding and layer == last:
@@ -383,8 +376,7 @@ class SlowGPT:
                 states.append(self.part(layer, "value_embed")[inputs])
             x = x + self.mixture(x, "mixer.behind", states)
         if config.copy_orders:
-            shares = rms(x)[:, :12] @ weights["copy_gate"].T
-            x = x + self.copied(guesses, weights["copy_scale"] + shares)
+            x = x + self.copied(guesses)
         cap, shift = config.logit_cap
         exponentials = np.exp(cap * sigmoid((rms(x) @ weights["head"].T + shift) / 7.5))
         softmax = exponentials / exponentials.sum(-1, keepdims=True)

@@ -69,8 +69,8 @@ NO_COPIES = {"copy_orders": ()}
     "changes", [{}, NO_COPIES, {"ngram_orders": ()}, helpers.NO_TABLE], ids=str
 )
 def test_no_step_is_made_of_rounding(changes):
-    """At the start the first gradients of residual_scale, embed_scale and skip_scale are zero but
-    for rounding, so that the order of sums decides on their signs."""
+    """At the start the first gradients of some scales are zero but for rounding, so that the order
+    of sums decides on their signs."""
     losses = losses_of_steps(1, **changes)
     assert losses[-1] < losses[0] - 2
     assert losses_of_steps(8, **changes) == pytest.approx(losses, abs=1e-4)

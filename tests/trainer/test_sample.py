@@ -194,7 +194,7 @@ def test_a_reader_that_is_gone_is_told_on_stderr_and_a_closed_console_ends_nothi
 @pytest.mark.parametrize("task", [["--eval"], ["--tokens", 3, "--temperature", 0]], ids=str)
 def test_a_model_that_predicts_nothing_finite_is_refused(task, use, tmp_path, corpus):
     trainer = make_trainer(data=str(corpus))
-    trainer.model.blocks[0].residual_scale.data.fill_(3e38)
+    trainer.model.blocks[0].output_scale.data.fill_(3e38)
     content_of(trainer, 2, tmp_path)
     line = refusal(use("--checkpoint", tmp_path / "checkpoint.pt", "--data", corpus, *task))
     assert "finite" in line or "nan" in line
