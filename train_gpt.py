@@ -312,7 +312,7 @@ class Config:
     device: str = knob("auto", "where it computes", form="auto|cpu|cuda")
     dtype: str = knob("bfloat16", "of matrices and activations", form="bfloat16|float32")
     attention: str = knob("auto", "back end of attention", form="auto|sdpa")
-    matmul_precision: str = knob("highest", "of float32 products, see torch", form="highest|medium")
+    matmul_precision: str = knob("highest", "on a CPU: highest or medium", form="highest|medium")
     compile: bool = knob(True, "compile the model with torch.compile")
 
     def __post_init__(self):
@@ -435,8 +435,8 @@ TRACKS = {
         val_every=0,
         target_loss=2.954,
         dtype="float32",
-        # Where a processor has bfloat16 units, torch takes oneDNN's products for MKL's then. On AMD
-        # they take half the time, at equal precision; on Intel's AMX they round to bfloat16.
+        # With AVX-512 torch takes oneDNN's products for MKL's then. On AMD they take half the time,
+        # at equal precision; Intel's AMX and ARM's units may round to bfloat16.
         matmul_precision="medium",
         compile=False,  # compiling takes longer than the run
     ),
@@ -2701,7 +2701,9 @@ class Trainer:
     def __init__(self, config, runtime):
         self.config = config
         self.runtime = runtime
-        torch.set_float32_matmul_precision(config.matmul_precision)
+        is_on_cpu = runtime.device.type == "cpu"  # on a GPU "medium" would mean TensorFloat-32
+        precision = config.matmul_precision if is_on_cpu else "highest"
+        torch.set_float32_matmul_precision(precision)
         back_end, self.attention_name = choose_attention(config, runtime.device)
         self.model = GPT(config, back_end).to(runtime.device)
         self.table = NgramTable(config, runtime)

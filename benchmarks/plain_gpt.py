@@ -341,8 +341,7 @@ def contenders_of(runs):
 
 
 def yardstick_of(contenders, corpus):
-    """The contender that reaches the target first by the products of our track."""
-    torch.set_float32_matmul_precision(common.TRACK.matmul_precision)
+    """The contender that reaches the target first, by torch's products as they are set now."""
     times = calibrate([run_of(figures).setting for figures in contenders], corpus)
     return min(contenders, key=lambda one: one["steps"] * times[run_of(one).setting.shape])
 
@@ -426,14 +425,16 @@ def seconds_to_loss(training, loss):
     return looks[-2][0], smoothed
 
 
-def record_curve(folder, final):
-    """Take the plain GPT's steps to the target, and write its losses at their seconds: the first
-    page draws them beside the newest record. It writes as it goes. A step's seconds are the mean of
-    those in the turns, so that other work on the machine changes no figure."""
+def record_curve(folder, contenders):
+    """Take the steps to the target of the contender that has had the turns, and write its losses at
+    their seconds: the first page draws them beside the newest record. It writes as it goes. A
+    step's seconds are the mean of those in the turns, so that other work on the machine changes no
+    figure."""
     path = folder / "plain_turns.json"
     if not path.is_file():
         sys.exit(f"error: {path}: no such file; call this with --turns 3 first")
     turns = json.loads(path.read_text())["turns"][ENGLISH.name]
+    final = next(one for one in contenders if run_of(one).setting.shape == turns[0]["plain"])
     step_seconds = statistics.mean(turn["plain_seconds"] for turn in turns) / final["steps"]
     training = Training(run_of(final).setting, final["seed"], final["steps"], Corpus(ENGLISH))
     curve = {"environment": common.environment("cpu"), "seconds": [], "loss": []}
@@ -514,10 +515,10 @@ def main(argv=None):
         contenders = contenders_of(runs)
         if not contenders:
             sys.exit(f"error: {path} has no runs of {LENGTHS} seconds; call this without --turns")
-        final = yardstick_of(contenders, Corpus(ENGLISH))
         if arguments.curve:
-            return record_curve(Path(arguments.results), final)
-        return run_turns(arguments, final)
+            return record_curve(Path(arguments.results), contenders)
+        torch.set_float32_matmul_precision(common.TRACK.matmul_precision)
+        return run_turns(arguments, yardstick_of(contenders, Corpus(ENGLISH)))
     if arguments.corpus != common.TRACK.data:
         sys.exit(
             f"error: --corpus {arguments.corpus}: it is tuned on {common.TRACK.data}; add --turns N"

@@ -77,6 +77,7 @@ def told(verdict):
         {},
         NO_TABLE,
         LAYERED,
+        {**LAYERED, "matmul_precision": "medium"},
         {"random_weights": False},
         {"untie_at": 1.0, "softmax_rows": 256, "mtp_weights": (1.0, 0.5)},
         {"val_batch_tokens": 1024},

@@ -98,6 +98,7 @@ def test_attention_is_torchs(segments, size, count, back_end, device, dtype, tol
 
 def test_faster_products_change_little():
     """Nothing but rounding, by some processors to bfloat16."""
+    assert train_gpt.TRACKS["english"].matmul_precision == "medium"
     losses = {}
     for precision in ("medium", "highest"):
         trainer = helpers.make_trainer(matmul_precision=precision)
