@@ -675,7 +675,7 @@ class BlockedAttention:
             y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
         else:
             scores = (scale * queries) @ keys.mT + mask
-            y = scores.softmax(-1) @ values
+            y = scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ values
         return y.transpose(1, 2).reshape(q.shape)
 
 
