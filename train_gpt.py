@@ -312,7 +312,7 @@ class Config:
     device: str = knob("auto", "where it computes", form="auto|cpu|cuda")
     dtype: str = knob("bfloat16", "of matrices and activations", form="bfloat16|float32")
     attention: str = knob("auto", "back end of attention", form="auto|sdpa")
-    matmul_precision: str = knob("highest", "on a CPU: highest or medium", form="highest|medium")
+    matmul_precision: str = knob("highest", "of float32 products, on a CPU", form="highest|medium")
     compile: bool = knob(True, "compile the model with torch.compile")
 
     def __post_init__(self):
@@ -435,8 +435,8 @@ TRACKS = {
         val_every=0,
         target_loss=2.954,
         dtype="float32",
-        # With AVX-512 torch takes oneDNN's products for MKL's then. On AMD they take half the time,
-        # at equal precision; Intel's AMX and ARM's units may round to bfloat16.
+        # On a CPU with AVX-512 torch then multiplies by oneDNN, not by MKL: on AMD in half the
+        # time, at equal precision. Intel's AMX and ARM's units may round to bfloat16.
         matmul_precision="medium",
         compile=False,  # compiling takes longer than the run
     ),
@@ -653,8 +653,8 @@ def reached(x, window):
 
 
 class BlockedAttention:
-    """Back end `sdpa`: softmax attention on any device, on a CPU by plain products of whole blocks,
-    since the small ones of torch's fused kernel gain nothing from matmul_precision. In layers with
+    """Back end `sdpa`: softmax attention on any device. On a CPU it multiplies whole blocks, while
+    torch's fused kernel multiplies small parts of them, which oneDNN does slowly. In layers with
     paired heads a token has two positions.
     """
 
@@ -806,7 +806,8 @@ def below_cap(products, cap):
 
 
 def cap_slope(below, cap):
-    """-CAP_WIDTH / BIT times the derivative of a capped logit by its product."""
+    """-CAP_WIDTH / BIT times the derivative of a capped logit by its product: with b = below,
+    b + b^2 BIT / top."""
     return torch.addcmul(below, below, below, value=BIT / cap[0])
 
 

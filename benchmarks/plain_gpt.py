@@ -364,7 +364,9 @@ def report(runs, step_seconds):
     header = ["seconds", "width", "layers", "context", "batch, tokens", "rate", "ms a step"]
     header += ["steps", "tokens", "validation loss", "n"]
     line = f"{NAME} loss:not measured"
-    for found in contenders_of(runs)[:1]:
+    contenders = contenders_of(runs)
+    if contenders:
+        found = contenders[0]
         line = f"{NAME} loss:{found['loss']} seconds:{found['seconds']:.0f} "
         line += f"steps:{found['steps']} tokens:{found['tokens']} seeds:{found['seeds']}"
     return common.markdown_table(header, rows), line
