@@ -1436,12 +1436,11 @@ def group_rows(config):
 
 # 7. SOAP ==========================================================================================
 
-# SOAP (Vyas et al. 2024) and its relatives keep, for the rows and for the columns of a matrix G, a
+# SOAP (Vyas et al. 2024) and SOAP-Muon keep, for the rows and for the columns of a matrix G, a
 # Kronecker factor (the running mean of G Gᵀ, of Gᵀ G) and a basis that follows the factor's
 # eigenvectors. Momentum stays in the parameters' own basis; only the second moment lives in the
 # eigenbasis, and is permuted with it.
 FACTOR_BETA = 0.9  # of the factors, and of SOAP-Muon's second moment
-KL_FLOOR = 1e-3  # eigenvalues below this share of their mean are taken to be it
 EIGH_STEPS = 3  # refreshes by eigh: zero-initialised projections give no gradient before step 2
 DAMPING = 3e-6  # added to a factor before Cholesky, as a share of its largest eigenvalue
 
@@ -1516,24 +1515,11 @@ def soap_muon_update(weight, grad, state, hyper):
     orthogonal_step(weight, torch.where(known > 0, whitened, direction), state, hyper)
 
 
-def update_factors(grad, sides, is_kl):
-    """Take gradients (k, m, n) into the factors of their sides, in place.
-
-    is_kl: KL-Shampoo's estimate (Lin et al. 2025): each side's gradient is first whitened by the
-    other side's factor. Its eigenvalues are divided by their mean: only the product of both
-    factors' scales means something, and the split between the two would drift.
-    """
-    products = []
-    for side, other in zip(sides, reversed(sides), strict=True):
+def update_factors(grad, sides):
+    """Take gradients (k, m, n) into the factors of their sides, in place."""
+    for side in sides:
         half = grad if side.axis == -2 else grad.mT
-        if is_kl and other is not side:
-            spectrum = (other.basis * (other.factor @ other.basis)).sum(-2)
-            mean = spectrum.mean(-1, keepdim=True)
-            spectrum = torch.where(mean > 0, spectrum / mean, 1.0).clamp_min(KL_FLOOR)
-            half = half @ other.basis * spectrum.rsqrt()[:, None]
-        products.append(half @ half.mT / half.size(-1))
-    for side, product in zip(sides, products, strict=True):
-        side.factor.lerp_(product, 1 - FACTOR_BETA)
+        side.factor.lerp_(half @ half.mT / half.size(-1), 1 - FACTOR_BETA)
 
 
 def cholesky_qr_step(product, bases, largest):
@@ -1612,7 +1598,7 @@ def eigenbases(part, config):
     return state
 
 
-def follow_gradients(step, config, banks, is_kl=False):
+def follow_gradients(step, config, banks):
     """Take gradients into the factors, and refresh the bases of every k-th matrix, in turn; in the
     first steps those of all matrices.
 
@@ -1622,19 +1608,17 @@ def follow_gradients(step, config, banks, is_kl=False):
     every = 1 if is_early else config.basis_every
     due = []
     for state, grad, first in banks:
-        update_factors(grad, eigen_sides(state), is_kl)
+        update_factors(grad, eigen_sides(state))
         turn = (step - first) % every
         due.append({key: value[turn::every] for key, value in state.items()})
     refresh_eigenbases(due, "eigh" if is_early else "cholesky")
 
 
-# Weights step before the bases follow, as in github.com/yorkerlin/KL-Methods, optim/kl_opt.py.
-SOAP_STATE = {"extra": eigenbases, "follow": follow_gradients}
-KL_STATE = {"extra": eigenbases, "follow": functools.partial(follow_gradients, is_kl=True)}
+# Weights step before the bases follow, as in the authors' code.
+SOAP_RULE = {"keeps": ("momentum", "moment"), "extra": eigenbases, "follow": follow_gradients}
 UPDATE_RULES |= {
-    "soap": UpdateRule(soap_update, ("momentum", "moment"), **SOAP_STATE),
-    "soap_muon": UpdateRule(soap_muon_update, ("momentum", "moment"), **SOAP_STATE),
-    "kl_soap": UpdateRule(soap_update, ("momentum", "moment"), **KL_STATE),
+    "soap": UpdateRule(soap_update, **SOAP_RULE),
+    "soap_muon": UpdateRule(soap_muon_update, **SOAP_RULE),
 }
 
 # 8. Ranks =========================================================================================
