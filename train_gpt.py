@@ -634,11 +634,13 @@ def visible_keys(first, window):
     max(first[i], i - window + 1) <= j <= i. The keys of a block start `window` positions before its
     queries. first: (n,) int32."""
     block = math.gcd(window, ATTENTION_BLOCK)
-    query = torch.arange(len(first), dtype=torch.int32, device=first.device).view(-1, block, 1)
-    reach = torch.arange(window + block, dtype=torch.int32, device=first.device)
-    key = query[:, :1] - window + reach
-    first = torch.maximum(first.view(-1, block, 1), query - window + 1)
-    return (key >= first) & (key <= query)
+    options = {"dtype": torch.int32, "device": first.device}
+    start = torch.arange(0, len(first), block, **options)[:, None]
+    # From here on positions count from the start of their block.
+    query = torch.arange(block, **options)
+    key = torch.arange(-window, block, **options)
+    first = torch.maximum(first.view(-1, block) - start, query - window + 1)
+    return (key >= first[:, :, None]) & (key <= query[:, None])
 
 
 def reached(x, window):
