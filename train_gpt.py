@@ -720,6 +720,13 @@ def choose_attention(config, device):
     return VarlenAttention(is_fa3=True), "varlen-FA3"
 
 
+def product_dtype(dtype, device):
+    """What products of this dtype are made of here, for the log: "medium" lets some processors
+    round float32 to bfloat16."""
+    x = torch.full((256, 256), 1 + 2**-10, dtype=dtype, device=device)
+    return "float32" if (x @ x).max() > 256.25 else "bfloat16"
+
+
 # 4. Loss ==========================================================================================
 
 # Tokens whose logits exist at a time: on a CPU those of more leave its cache, and on a GPU those of
@@ -2691,6 +2698,7 @@ class Trainer:
         is_on_cpu = runtime.device.type == "cpu"  # on a GPU "medium" would mean TensorFloat-32
         precision = config.matmul_precision if is_on_cpu else "highest"
         torch.set_float32_matmul_precision(precision)
+        self.matmul_name = product_dtype(config.torch_dtype, runtime.device)
         back_end, self.attention_name = choose_attention(config, runtime.device)
         self.model = GPT(config, back_end).to(runtime.device)
         self.table = NgramTable(config, runtime)
@@ -3596,7 +3604,7 @@ class Run:
         passes = math.ceil(training_tokens(config) / self.corpus.length)
         log.line(
             f"data:{self.corpus.manifest['sha256']} shards:ok passes:{passes} "
-            f"backends:attention={self.trainer.attention_name},matmul=torch-{config.dtype},"
+            f"backends:attention={self.trainer.attention_name},matmul=torch-{self.trainer.matmul_name},"
             f"compile={'inductor' if config.compile else 'off'}"
         )
         groups = self.trainer.optimizer.groups

@@ -107,6 +107,12 @@ def test_faster_products_change_little():
     torch.testing.assert_close(losses["medium"], losses["highest"], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_log_tells_what_products_are_made_of(dtype):
+    torch.set_float32_matmul_precision("highest")
+    assert train_gpt.product_dtype(getattr(torch, dtype), torch.device("cpu")) == dtype
+
+
 def slow_rotary(head_dim, windows):
     """(radians a token of each channel pair, factor of scores)."""
     pairs, factor = head_dim // 2, 1.0
