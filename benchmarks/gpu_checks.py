@@ -90,6 +90,7 @@ def values_of(arguments):
 
 SAVED = 8  # the step behind which it validates and saves
 KILLED = 10  # the step behind which the first process is killed
+GATES = "causal", "normalised", "local", "unmoved"
 LOGGED = re.compile(r"^step:(\d+)/\d+ train_loss:(\S+) ", re.MULTILINE)
 
 
@@ -111,34 +112,34 @@ def printed(words, report, until=None):
 
 
 def check_whole(arguments, report):
-    """Train four steps of each stage, with untying and both validations; kill it, and go on."""
-    note = report.note
+    """Train four steps of each stage, kill it, and go on; then two steps without the pointer."""
     steps = 4 * len(FINEWEB.stages)
     run_id = f"gpu_checks_{os.getpid()}"
-    values = {"track": "fineweb", "steps": steps, "log_every": 1, "run_id": run_id}
-    values |= {"save_every": SAVED, "val_every": SAVED, "untie_at": (KILLED + 2) / steps}
-    words = common.words_of({**values, **values_of(arguments)})
+    plain = {"track": "fineweb", "log_every": 1, **values_of(arguments)}
+    values = {**plain, "steps": steps, "run_id": run_id, "untie_at": (KILLED + 2) / steps}
+    words = common.words_of({**values, "save_every": SAVED, "val_every": SAVED})
     text = printed(words, report, until=KILLED)
-    note("killed", f"behind step {KILLED}", ok="status:" not in text)
+    report.note("killed", f"behind step {KILLED}", ok="status:" not in text)
     text += printed(["--resume", run_id], report)
-    gates = ("causal", "normalised", "local", "unmoved")
-    parts = {f"gate {gate}": f" {gate}:ok" for gate in gates}
+    parts = {"end": "status:ok"} | {f"gate {gate}": f" {gate}:ok" for gate in GATES}
     parts["validation on the way"] = f"step:{SAVED}/{steps} val_loss:"
     parts["saved and resumed"] = f"resumed:{run_id} step:{SAVED}/{steps}"
-    parts["end"] = "status:ok"
     for part, due in parts.items():
-        note(part, due, ok=due in text)
+        report.note(part, due, ok=due in text)
     logged = [(int(step), float(loss)) for step, loss in LOGGED.findall(text)]
     losses = dict(logged)
-    note("losses", list(losses.values()), ok=[*losses] == [*range(1, steps + 1)])
+    report.note("losses", list(losses.values()), ok=[*losses] == [*range(1, steps + 1)])
     again = [abs(loss - losses[step]) for step, loss in logged[SAVED:KILLED]]
     # On CUDA bits cannot agree: gradients of attention and of embeddings are summed by atomics.
     largest = 0.0 if arguments.device == "cpu" else 0.01
     is_near = len(logged) == steps + KILLED - SAVED and max(again) <= largest
-    note("resumed losses less those before", again, ok=is_near)
+    report.note("resumed losses less those before", again, ok=is_near)
     for what, key in (("validation", "final val_loss"), ("that of the mean", " mean_val_loss")):
         loss = float(re.search(rf"{key}:(\S+)", text)[1])
-        note(f"final {what}", loss, ok=loss < losses[1])
+        report.note(f"final {what}", loss, ok=loss < losses[1])
+    first = {"stages": plain["stages"][:1], "steps": 2, "val_every": 0, "pointer_window": 0}
+    text = printed(common.words_of({**plain, **first}), report)
+    report.note("without the pointer", "status:ok", ok="status:ok" in text)
 
 
 # ----- a profile
@@ -240,11 +241,10 @@ def profile_steps(training, note):
     compare_with_plain(training, note)
     with torch.profiler.profile() as profile:
         take(training, 22, 2)
-    place = getattr(torch.autograd.DeviceType, device.type.upper())
     key = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
     kernels = {}
     for event in profile.key_averages():
-        if event.device_type == place and not event.is_user_annotation:
+        if event.device_type.name.lower() == device.type and not event.is_user_annotation:
             kernels[event.key] = getattr(event, key) / 2000
     for kind, pattern in KINDS.items():
         spent = sum(kernels[name] for name in kernels if re.search(pattern, name))

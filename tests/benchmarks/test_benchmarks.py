@@ -47,7 +47,7 @@ def test_the_whole_trainer_passes_with_every_part(text, tmp_path, monkeypatch):
     monkeypatch.setitem(gpu_checks.TINY, "compile", False)
     found, status = findings_of("whole", tmp_path, "--data", text)
     assert status == 0, found
-    assert len(found) == 12 and {verdict for _, verdict, _ in found} == {"ok"}
+    assert len(found) == 13 and {verdict for _, verdict, _ in found} == {"ok"}
 
 
 def test_gradients_that_are_compiled_wrong_fail(text):
@@ -76,6 +76,7 @@ LINE = "step:{}/16 train_loss:{} lr_mul:1.000 train_time:{}0ms step_avg:1\n"
         ("gate causal", "causal:ok", "causal:FAILED"),
         ("losses", LINE.format(16, "2.00", 16), ""),
         ("ended early", "mean_val_loss", "none"),
+        ("without the pointer", "status:ok of the last run", "status:nan"),
     ],
 )
 def test_what_fails_in_the_trainer_is_named(part, old, new, text, tmp_path, monkeypatch):
@@ -83,6 +84,9 @@ def test_what_fails_in_the_trainer_is_named(part, old, new, text, tmp_path, monk
         if until:
             lines = [LINE.format(step, "2.0", step) for step in range(1, 11)]
             lines.append("step:8/16 val_loss:3.0\n")
+        elif "--resume" not in words:
+            assert words[words.index("--pointer-window") + 1] == "0"
+            lines = ["status:ok of the last run"]
         else:
             lines = [f"resumed:{words[1]} step:8/16\n"]
             lines += [LINE.format(step, "2.00", step) for step in range(9, 17)]
