@@ -1844,7 +1844,8 @@ class Group:
 
     Optimizer.step takes all groups that are due through three calls, each of which gets what the
     one before it has returned:
-        reduce(step)                   start to sum their gradients over ranks
+        reduce(step)                   start to sum their gradients over ranks; reduce_whole does it
+                                       for groups that are not shared out
         update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
         receive(step, pending)         take over what other ranks have sent
     """
@@ -1925,8 +1926,8 @@ def compiled_updates():
     return call
 
 
-# Ranks share out a group of more values than this. Every rank updates all of a smaller one, which
-# takes one collective; to share it out takes two for each parameter, and more time.
+# Ranks share out a group of more values than this. Every rank updates all of a smaller one: those
+# take one collective together. To share a group out takes two for each parameter, and more time.
 SHARE_ABOVE = 2**22
 
 
@@ -1990,18 +1991,8 @@ class ParameterGroup(Group):
             param.grad = None
 
     def reduce(self, step):
-        grads = self.gradients(step)
-        if self.is_shared_out:
-            scatter = self.runtime.reduce_scatter
-            return [(name, *scatter(grad, name)) for name, grad in grads.items()]
-        work = None
-        if self.runtime.world_size > 1:  # all of them in one collective
-            bucket = end_to_end(grads.values(), self.runtime.device)
-            work = self.runtime.all_reduce(bucket, self.name)
-            sums = bucket.split([grad.numel() for grad in grads.values()])
-            for name, summed in zip(grads, sums, strict=True):
-                grads[name] = summed.view_as(grads[name])
-        return [(name, grad, work) for name, grad in grads.items()]
+        scatter = self.runtime.reduce_scatter
+        return [(name, *scatter(grad, name)) for name, grad in self.gradients(step).items()]
 
     def update(self, step, lr_mul, pending):
         travelling = []
@@ -2182,11 +2173,30 @@ class Optimizer:
         self.config = config
         self.parameter_groups = [small, embeddings, self.matrices]
         self.groups = [small, embeddings, table, self.matrices]
+        self.runtime = runtime
+
+    def reduce_whole(self, groups, step):
+        """Group.reduce of groups of which every rank updates all. One collective takes them all: on
+        a CPU each costs a millisecond, however small it is."""
+        grads = {group: group.gradients(step) for group in groups}
+        tensors = [grad for named in grads.values() for grad in named.values()]
+        sums = tensors
+        work = None
+        if self.runtime.world_size > 1 and tensors:
+            bucket = end_to_end(tensors, self.runtime.device)
+            work = self.runtime.all_reduce(bucket, "_".join(group.name for group in groups))
+            sums = bucket.split([grad.numel() for grad in tensors])
+        sums = iter(sums)
+        pending = {}
+        for group, named in grads.items():
+            pending[group] = [(k, next(sums).view_as(grad), work) for k, grad in named.items()]
+        return pending
 
     def step(self, step, lr_mul):
         """Update all groups that are due at a step."""
         due = [group for group in self.groups if group.is_due(step)]
-        pending = {group: group.reduce(step) for group in due}
+        pending = self.reduce_whole([group for group in due if not group.is_shared_out], step)
+        pending |= {group: group.reduce(step) for group in due if group.is_shared_out}
         for group in due:
             pending[group] = group.update(step, lr_mul, pending[group])
         for group in due:

@@ -273,9 +273,9 @@ def update(config, generator):
         model = train_gpt.GPT(config, train_gpt.BlockedAttention(is_fused=True))
         optimizer = train_gpt.Optimizer(config, model, None, train_gpt.Runtime("cpu"))
         step = config.adam_every - 1  # at which all parameters are due
-        for group in optimizer.parameter_groups:
+        for group, pending in optimizer.reduce_whole(optimizer.parameter_groups, step).items():
             group.take_step = train_gpt.compiled_updates()
-            group.receive(step, group.update(step, 1.0, group.reduce(step)))
+            group.receive(step, group.update(step, 1.0, pending))
     finally:
         torch.compile = torch_compile
 

@@ -100,8 +100,10 @@ def test_the_ledger_counts_the_bytes_sent(world_size, is_shared_out, name, resul
             size = peers * math.ceil(count / world_size) * math.prod(others) * itemsize
             for collective in ("reduce_scatter", "all_gather"):
                 expected[f"{collective}/{param}"] += size
-        for group, values in summed.items():
-            expected[f"all_reduce/{group}"] += 2 * peers * 4 * values // world_size
+        together = "_".join(group for group in ("small", "embeddings", "matrices") if summed[group])
+        if together:
+            size = 4 * summed.total()
+            expected[f"all_reduce/{together}"] += 2 * peers * size // world_size
     sent = results_of(world_size, is_shared_out)[0]["cases"][name]["sent"]
     assert sent == expected
     assert results_of(1)[0]["cases"][name]["sent"] == {}
@@ -127,8 +129,8 @@ def recorded(runtime):
 # Small parameters, embeddings, table and matrices, in each of the three phases, around the pull of
 # the step's rows at the start, and of the next step's, for which nobody waits yet.
 WHOLE = """
-all_to_all/ngram_table wait all_reduce/small all_reduce/embeddings all_to_all/ngram_table
-all_reduce/matrices wait all_to_all/ngram_table wait
+all_to_all/ngram_table wait all_reduce/small_embeddings_matrices all_to_all/ngram_table wait
+all_to_all/ngram_table wait
 """
 SHARED_OUT = """
 all_to_all/ngram_table wait all_reduce/small reduce_scatter/embed reduce_scatter/head
@@ -205,6 +207,8 @@ def test_a_run_of_two_ranks_logs_what_a_training_step_sends(rich_run_of):
     sent = {key: int(size) for key, size in run.result.items() if "/" in key}
     weights = run.checkpoint()["model"].items()
     sizes = [each.numel() for name, each in weights if train_gpt.bank_name(name) in MATRICES]
-    assert sent["all_reduce/matrices"] == 4 * sum(sizes)
+    # At every second step they travel alone, else with all other parameters.
+    assert 2 * sent["all_reduce/matrices"] == 4 * sum(sizes)
+    assert sent["all_reduce/small_embeddings_matrices"] > sent["all_reduce/matrices"]
     assert {key.split("/")[1] for key in sent}.isdisjoint({"validation", "checkpoint"})
     assert sum(line.startswith(("comms: ", "status:ok ")) for line in run.lines) == 2
