@@ -1651,6 +1651,9 @@ class Runtime:
             self.rank = int(os.environ.get("RANK", 0))
             self.world_size = int(os.environ.get("WORLD_SIZE", 1))
             local_rank = int(os.environ.get("LOCAL_RANK", 0))
+            words = f"RANK={self.rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={self.world_size}"
+            if not (0 <= self.rank < self.world_size and local_rank >= 0):
+                raise ValueError(f"{words}: these fit no group of processes")
             if self.world_size > 1:
                 self.store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         except ValueError as error:
@@ -2026,7 +2029,7 @@ class ParameterGroup(Group):
     def follow_mean(self, step, part, state):
         """Update the running mean of the weights of the last `length` steps."""
         config = self.config
-        length = round(config.mean_share * config.steps)
+        length = math.ceil(config.mean_share * config.steps)
         done = step + 1 - (config.steps - length)  # of these steps
         if done <= 0:
             return
@@ -3033,7 +3036,8 @@ def open_corpus(config):
     text = np.concatenate([shard.checked(config)[:most] for shard in shards])
     val = text[:needed]
     message = f"{len(val):,} validation tokens, val_tokens={config.val_tokens:,} takes one more"
-    require(len(val) == needed, folder, message, "lower --val-tokens, or add text to validate on")
+    remedy = "lower --val-tokens and --val-batch-tokens, or add text to validate on"
+    require(len(val) == needed, folder, message, remedy)
     shards = open_split(config, manifest, "train")
     needed = training_tokens(config)
     length = config.micro_batch_tokens
@@ -3042,9 +3046,11 @@ def open_corpus(config):
         if held < needed:  # the run gets here
             shard.checked(config)
         held += (shard.length - 1) // length * length
+    message = f"no shard has {length:,} training tokens and one more"
+    require(held > 0, folder, message, "lower --micro-batch-tokens, or add text")
     message = f"one pass over the shards has {held:,} tokens, the schedule takes {needed:,}"
     is_own = config.data != TRACKS[config.track].data  # it is read as often as needed
-    require(0 < held and (is_own or needed <= held), folder, message, "lower --steps, or add text")
+    require(is_own or needed <= held, folder, message, "lower --steps, or add text")
     return Corpus(manifest, shards, val, text[config.val_tokens : most], held, is_own)
 
 
@@ -3649,9 +3655,10 @@ class Run:
         config = self.config
         length = self.corpus.length
         share = length / training_tokens(config)  # of a run
+        steps = max(1, round(share * config.steps))
         seconds = share * self.clock.seconds()
         self.log.line(
-            f"your text has {length:,} tokens; --steps {share * config.steps:.0f} reads it once, "
+            f"your text has {length:,} tokens; --steps {steps} reads it once, "
             f"about {seconds:.0f} s here"
         )
         # Of other tokens the trainer knows the number of their bytes alone.
@@ -3724,7 +3731,8 @@ def ending_of(error):
     # On a CPU torch raises a RuntimeError, which only its words tell from others.
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
         error = MemoryError(said)
-    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+    is_compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
+    if is_compiler and not INTERRUPTED.is_set():
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
         error = ConfigError("")
@@ -3732,8 +3740,8 @@ def ending_of(error):
     for kinds, status, words in ENDINGS:
         if isinstance(error, kinds):
             return status, words.format(said=said)
-    if INTERRUPTED.is_set():
-        return 130, "interrupted"  # another rank has ended first, and collectives fail here
+    if INTERRUPTED.is_set():  # the compiler, or a collective whose other ranks have ended first
+        return 130, "interrupted"
     traceback.print_exception(error)
     return 1, f"error {type(error).__name__}: {said}"
 

@@ -67,7 +67,10 @@ def change_token(path):
 
 # What is done to a good corpus, whose manifest is then made to agree; what the message must say.
 DAMAGE = {
-    "short": (lambda folder: helpers.make_corpus(folder, 200), ["one pass over", "has 0 tokens"]),
+    "short": (
+        lambda folder: helpers.make_corpus(folder, 200),
+        ["no shard", "--micro-batch-tokens"],
+    ),
     "truncated": (shard(TRAIN, [EOT] * 95, count=100), ["[20240520, 1, 95] would fit", "build"]),
     "magic": (shard(TRAIN, [EOT] * 100, magic=20240801), [TRAIN, "20240801", "[20240520, 1, 100]"]),
     "no tokens": (shard(TRAIN, []), [TRAIN, "[20240520, 1, 0]"]),

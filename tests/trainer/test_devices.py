@@ -50,6 +50,10 @@ UNSEEN = (
         ("cpu", 1, True, {}, CPU),
         ("cuda", 0, False, {}, "^device=cuda: .*sees 0 GPUs.* --device cpu"),
         ("auto", 3, True, {"LOCAL_RANK": "3"}, "sees 3 GPUs.*start one process a GPU"),
+        ("cpu", 0, False, {"RANK": "1"}, "^RANK=1, .*WORLD_SIZE=1: .* or unset RANK"),
+        ("cpu", 0, False, {"RANK": "-1"}, "^RANK=-1, "),
+        ("cpu", 0, False, {"WORLD_SIZE": "0"}, "WORLD_SIZE=0: "),
+        ("cpu", 0, False, {"LOCAL_RANK": "-1"}, " LOCAL_RANK=-1, "),
         # GPUs that torch does not see are no reason to train on the CPU, unless they are hidden
         # from it, or a CPU is asked for.
         ("auto", 0, True, {}, UNSEEN),

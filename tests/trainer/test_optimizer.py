@@ -280,6 +280,18 @@ def test_weights_go_half_of_the_way_to_the_running_mean_of_the_last_ones():
         assert has_moved == (param.numel() > 0)
 
 
+def test_a_mean_of_less_than_a_step_is_of_the_last_one():
+    changes = {"steps": 2, "mean_share": 0.01}
+    optimizer = cases.optimizer_of(cases.gpt_of(**changes), **changes)
+    for step in range(2):
+        params = cases.params_of(optimizer).items()
+        grads = {name: cases.normal(*param.shape, seed=step) for name, param in params}
+        cases.take_step(optimizer, step, grads)
+    last = {name: param.clone() for name, param in params}
+    optimizer.take_mean()
+    torch.testing.assert_close(cases.params_of(optimizer), last)
+
+
 def test_without_its_chapter_the_rest_trains(tmp_path):
     """Two steps of Muon, bitwise those of the whole script."""
     source = helpers.TRAINER.read_text()
