@@ -201,12 +201,8 @@ class Layer:
     paired_heads: bool = knob(False, "pairs of heads see each other's keys and values")
     # 0.008 on bytes, three seeds; nothing on English
     exclusive: bool = knob(False, "from each head's output it takes part of the token's own value")
-    # 0.006 on bytes, four seeds; nothing on English
-    skip: int = knob(0, "it adds the output of the layer so many before; 0: none", 0, 64)
     # 0.006 on English, three seeds; nothing on verse
     decides_gates: bool = knob(False, "before it a small MLP computes each token's gates of heads")
-    # 0.009 on English, five seeds
-    feeds_attention: bool = knob(False, "attention of later layers reads its output")
     # 0.019 on English, five seeds
     feeds_last: bool = knob(False, "the last layer mixes in its output")
 
@@ -261,8 +257,8 @@ class Config:
             Layer(value_embedding=True, paired_heads=True),
             Layer(is_long=True, shifted_keys=True, exclusive=True, feeds_last=True),
             Layer(attends=False),
-            Layer(attends=False, skip=2),
-            Layer(exclusive=True, decides_gates=True, feeds_attention=True, feeds_last=True),
+            Layer(attends=False),
+            Layer(exclusive=True, decides_gates=True, feeds_last=True),
             Layer(attends=False),
             Layer(value_embedding=True, paired_heads=True, decides_gates=True),
             Layer(is_long=True, value_embedding=True, shifted_keys=True),
@@ -335,7 +331,6 @@ class Config:
         heads = self.model_dim // self.head_dim
         for number, layer in enumerate(self.layers):
             where = f"layers[{number}]"
-            require(layer.skip <= number, where, f"skip={layer.skip}: no layer is so far before")
             is_even = not layer.paired_heads or heads % 2 == 0
             require(is_even, where, f"paired_heads: {heads} heads make no pairs")
             kinds = layer.value_embedding, layer.shifted_keys, layer.paired_heads, layer.exclusive
@@ -1003,8 +998,6 @@ class Block(nn.Module):
         if layer.decides_gates:
             self.gated = config.layers_gated_by(number)
             self.gate_mlp = GateMLP(config, len(self.gated) * heads)
-        if layer.skip:
-            self.skip_scale = ruled(torch.full((1,), 0.1), lr_mul=5.0)
         rates = torch.tensor([1.0, 2.0])[:, None, None]
         stds = torch.tensor([std, 0.0])[:, None, None]
         self.mlp = matrices(config, 2, config.mlp_dim, dim, std=stds, lr_mul=rates)
@@ -1219,17 +1212,13 @@ class GPT(nn.Module):
         x = norm(F.embedding(slots, rows["embed"]))
         value_rows = [rows.get(f"blocks.{n}.value_embed") for n in range(len(self.blocks))]
         scene = Scene(slots, position, rotary, self.masks(micro_batch, phase))
-        outputs = []  # of the blocks so far
         states = []  # that the mixer reads
-        attended = None  # what attention reads in place of the residual stream
         head_gates = {}  # by layer
         for number, block in enumerate(self.blocks):
             layer = block.layer
             if layer.decides_gates:
                 columns = block.gate_mlp(x).chunk(len(block.gated), dim=1)
                 head_gates.update(zip(block.gated, columns, strict=True))
-            if layer.skip:
-                x = x + block.skip_scale[0] * outputs[number - layer.skip]
             x = x + gate(x, block.ngram_gate) * ngram
             mixture = None
             if number == 0:
@@ -1239,13 +1228,9 @@ class GPT(nn.Module):
                 mixture, addend = self.mixer.enter(states)
                 x = x + addend
             if layer.attends:
-                attention_input = x if attended is None else attended
                 own = value_rows[number], mixture, head_gates.get(number)
-                x = x + block.attention(attention_input, scene, *own)
+                x = x + block.attention(x, scene, *own)
             x = x + block.feed_forward(x, scene)
-            outputs.append(x)
-            if layer.feeds_attention:
-                attended = x
             if layer.feeds_last:
                 states.append(x)
         x = x + gate(x, self.ngram_gate) * ngram

@@ -27,14 +27,13 @@ BYTES = hashlib.sha256(json.dumps([[*[1] * 256, 0], "bytes"]).encode()).hexdiges
 EOT = 256  # every document of the byte corpus starts with it
 
 
-def layers_of(count, mlp_only=(), skip=None, **numbers):
+def layers_of(count, mlp_only=(), **numbers):
     """Rows of Config.layers, as a command line has them: `numbers` says of a field in which layers
-    it is set, `skip` from how far before each of some layers reads."""
+    it is set."""
     rows = []
     for number in range(count):
         row = {field: number in those for field, those in numbers.items()}
         row["attends"] = number not in mlp_only
-        row["skip"] = (skip or {}).get(number, 0)
         rows.append(row)
     return tuple(rows)
 
@@ -53,7 +52,7 @@ TINY = {
     "mean_share": 0.0,
     "val_windows": (32, 64),
     "model_dim": 32,
-    "layers": layers_of(2, is_long=(1,), value_embedding=(0,), skip={1: 1}),
+    "layers": layers_of(2, is_long=(1,), value_embedding=(0,)),
     "head_dim": 16,
     "mlp_dim": 64,
     "mlp_reach": 0,
@@ -86,10 +85,9 @@ KINDS = {
     "shifted_keys": (0, 3),
     "paired_heads": (1, 3),
     "exclusive": (1, 3),
-    "skip": {2: 2, 3: 2},
 }
 LAYERED = {"layers": layers_of(4, **KINDS), "mlp_reach": 2}
-FEEDING = {"feeds_attention": (1,), "feeds_last": (0, 1), "decides_gates": (0, 2)}
+FEEDING = {"feeds_last": (0, 1), "decides_gates": (0, 2)}
 
 # A run in which every number of a stage changes on the way, and with all kinds of rows and layers;
 # six micro-batches suit 1, 2 and 3 ranks.

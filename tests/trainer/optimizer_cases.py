@@ -177,7 +177,7 @@ BANKS = {
 # Five matrices go 3, 2 over two ranks, 2, 2, 1 over three and 2, 2, 1, 0 over four. Only short
 # sides have bases: their factors have full rank from the first step, so that rounding, which
 # differs between world sizes, turns no eigenvectors.
-SMALL = {"skip_scale": (1,)}
+SMALL = {"copy_scale": (1,)}
 SHORT_SIDES = {**SMALL, "query_key": (5, 6, 12), "mlp": (1, 14, 5), "embed": (2, 8)}
 SOAP = {"basis_every": 2, "one_sided_above": 10}
 

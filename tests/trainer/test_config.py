@@ -31,7 +31,7 @@ PARSED = [
     ("--copy-orders 2", "copy_orders", (2,)),
     ("--copy-orders '()'", "copy_orders", ()),
     ("--ngram-orders 2,3", "ngram_orders", (2, 3)),
-    ("--layers \"({'skip': 0}, {'skip': 1})\"", "layers", (Layer(), Layer(skip=1))),
+    ("--layers \"({}, {'is_long': True})\"", "layers", (Layer(), Layer(is_long=True))),
 ]
 
 
@@ -98,7 +98,6 @@ REFUSED = [
     ("--stages \"({}, {'start': 0.5}, {'start': 0.2})\"", "[0.0, 0.5, 0.2]", "then rise"),
     ("--stages \"({}, {'start': 0.5, 'micro_batches': '4'})\"", "stages[1].micro_batches='4'"),
     ("--layers \"({'is_short': True},)\"", "layers", "is_short"),
-    ("--layers \"({}, {'skip': 2})\"", "layers[1]: skip=2: no layer is so far before"),
     ("--layers \"({'attends': False, 'exclusive': True},)\"", "layers[0]", "no attention"),
     ("--layers \"({'feeds_last': True},)\"", "layers", "the last has no feeds_last"),
     ("--model-dim 128 --head-dim 24", "model_dim=128", "multiple of head_dim=24"),

@@ -320,7 +320,7 @@ def test_a_short_text_comes_to_an_end():
 
 # ----- cheating ones
 
-SHIFTED = layers_of(2, is_long=(1,), shifted_keys=(0,), skip={1: 1})
+SHIFTED = layers_of(2, is_long=(1,), shifted_keys=(0,))
 CHANGES = {"copy_reach": 4096, "layers": SHIFTED}
 # As many passes as english has: a leak at one place of a pass shows in few of them.
 MANY_PASSES = {"val_batch_tokens": 64, "windows": (16, 32), "val_windows": (16, 32), **CHANGES}

@@ -191,9 +191,7 @@ def test_scripts_start_from_equal_weights_in_all_that_they_share():
     assert len({each.numpy().tobytes() for each in drawn.values()}) == len(drawn) >= 18
     for name, other in start(**ALL_KINDS, seed=2).items():
         assert torch.equal(other, whole[name]) == (name not in drawn)
-    fewer = start(
-        copy_orders=(2,), mlp_dim=128, layers=layers_of(3, shifted_keys=(0,), skip={2: 2})
-    )
+    fewer = start(copy_orders=(2,), mlp_dim=128, layers=layers_of(3, shifted_keys=(0,)))
     shared = [name for name in fewer.keys() & drawn if fewer[name].shape == drawn[name].shape]
     assert len(shared) == 7
     for name in shared:
@@ -357,8 +355,6 @@ class SlowGPT:
                 gated = [n for n in config.layers_with("attends") if layer <= n < until]
                 columns = np.split(self.gate_mlp(x, f"blocks.{layer}.gate_mlp"), len(gated), axis=1)
                 gates.update(zip(gated, columns, strict=True))
-            if row.skip:
-                x = x + self.part(layer, "skip_scale") * left[layer - row.skip]
             x = x + 2 * sigmoid(x[:, :12] @ self.part(layer, "ngram_gate").T) * ngram
             states, addend = states or [x], np.zeros_like(x)
             if feeding and layer == last:
@@ -367,11 +363,9 @@ class SlowGPT:
                 x = x + self.mixture(x, "mixer.before", states, half=1)
             scales = self.part(layer, "output_scale")
             if row.attends:
-                sources = [n for n in config.layers_with("feeds_attention") if n < layer]
-                read = left[sources[-1]] if sources else x
                 head_gates = gates.get(layer, np.zeros((len(x), heads)))
                 seen = inputs, document, windows[layer]
-                added = self.attention(read, layer, *seen, addend, head_gates)
+                added = self.attention(x, layer, *seen, addend, head_gates)
                 x = x + scales[0] * added
             up, down = self.part(layer, "mlp")
             added = np.maximum(self.mlp_input(x, layer, document) @ up.T, 0) ** 2 @ down
