@@ -67,7 +67,7 @@ def environment_of(root):
 
 
 def execute(words, place, folder, log, source):
-    """Make a run. One that began and did not end is put aside, and counts as a start."""
+    """Make a run. One that began without a known end is put aside, and counts as a start."""
     run_id = log.parent.name
     if log.is_file() and f"\n{START}\n" in log.read_text("utf-8", "replace"):
         log.parent.rename(folder / f"{run_id}.stopped-{time.time_ns()}")
@@ -93,7 +93,7 @@ def execute(words, place, folder, log, source):
     require(not status, f"{ended}; {console} has more; the same command goes on")
     run = parse_log(log, source)
     # A run cannot train longer than its process lived, nor start outside of that.
-    lived = time.time() - began
+    lived = run.lived = time.time() - began
     took = run.train_time_ms / 1000
     is_right = -1 <= run.started.timestamp() - began <= lived + 1 and took <= lived + 0.001
     said = f"{took:.1f} s of training, started at {run.started:%H:%M:%S}"
@@ -150,10 +150,10 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
             place = f"{batch}:{number}/{count}"
             try:
                 run = parse_log(log, scripts[side])
+                run.lived = float(read_text(log.with_name(LIVED)))
             except RecordError:
                 run = execute(words, place, folder, log, scripts[side])
             print(f"val_loss {run.val_loss:.5f} time {run.train_time_ms / 1000:.1f} s")
-            run.lived = float(read_text(log.with_name(LIVED)))
             sides[side].append(run)
             check_one(LIMITS.machine, sum(sides.values(), []))
             check_run(run, track, rules, is_proof=side == "a" and batch <= 1)

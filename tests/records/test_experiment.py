@@ -90,6 +90,17 @@ def test_ends_of_a_run(repository, capsys):
     assert [found[run] for run in (first, second, third)] == [2, 2, 1]
 
 
+def test_a_run_whose_seconds_are_not_known_is_made_again(repository, capsys):
+    """It ended between its last line and the file of its seconds, and costs a start."""
+    words = ("rehearse", "--runs", 2)
+    done(repository, capsys, *words)
+    lived = next((repository.root / "logs").glob(f"rehearsal-{NAME}-01a/{experiment.LIVED}"))
+    lived.unlink()
+    done(repository, capsys, *words)
+    begun = {run.run[-3:]: run.start for run in runs_in(repository, f"rehearsal-{NAME}-*")}
+    assert begun == {"01a": 2, "01b": 1, "02a": 1, "02b": 1} and lived.is_file()
+
+
 @pytest.mark.slow
 def test_two_at_once_and_another_machine_are_refused(repository, capsys):
     with open(repository.root / "logs" / "records.lock", "w") as lock:
