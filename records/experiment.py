@@ -153,6 +153,10 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
                 run.lived = float(read_text(log.with_name(LIVED)))
             except RecordError:
                 run = execute(words, place, folder, log, scripts[side])
+            shown = f"{log.parent}: ran with world size {run.world_size}, not {world_size}"
+            other = "change the script" if batch == 1 else f"delete logs/{folder.name}-*"
+            hint = f"go on with --world-size {run.world_size}, or {other}"
+            require(run.world_size == world_size, f"{shown}; {hint}")
             print(f"val_loss {run.val_loss:.5f} time {run.train_time_ms / 1000:.1f} s")
             sides[side].append(run)
             check_one(LIMITS.machine, sum(sides.values(), []))

@@ -115,6 +115,21 @@ def test_two_at_once_and_another_machine_are_refused(repository, capsys):
     assert "device differs between runs: 'another x2', 'fake x2'" in said
 
 
+@pytest.mark.parametrize(
+    "words, start, other",
+    [
+        ("ab --runs 6", "", "change the script"),
+        ("rehearse --runs 2", "rehearsal-", f"delete logs/rehearsal-{NAME}-*"),
+    ],
+)
+def test_runs_of_another_world_size_are_no_answer(repository, capsys, words, start, other):
+    done(repository, capsys, *words.split())
+    said = refused(repository, capsys, *words.split(), "--world-size", 2)
+    first = f"logs/{start}{NAME}-{made.order_of(repository)[0][0]}"
+    hint = f"go on with --world-size 1, or {other}"
+    assert said == f"records: {first}: ran with world size 1, not 2; {hint}\n"
+
+
 def test_a_run_imports_what_this_process_does(monkeypatch):
     """But it is no rank of another launcher."""
     monkeypatch.chdir("/usr")
