@@ -206,4 +206,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    if sys.stdin is not None:  # it may be closed; else its lines are any bytes, as --prompt is
+        sys.stdin.reconfigure(errors="surrogateescape")
     sys.exit(main())

@@ -5,6 +5,9 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -169,6 +172,20 @@ def test_each_line_that_is_typed_is_a_prompt(path, use, monkeypatch):
     typed = use(*words, "--interactive")
     assert typed.code == 0 and typed.stdout == "".join(alone)
     assert "not allowed with" in refusal(use(*words, "--interactive", "--eval"))
+
+
+def test_a_line_that_is_no_utf8_is_continued(path, use):
+    """As its bytes, like --prompt, whatever Python is told to do with such."""
+    words = ["--checkpoint", str(path), "--tokens", "2"]
+    typed = subprocess.run(
+        [sys.executable, sample.__file__, *words, "--interactive"],
+        input=b"caf\xe9\n",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+    )
+    told = use(*words, "--prompt", "caf\udce9").stdout
+    assert (typed.returncode, typed.stdout.decode()) == (0, told), typed.stderr
+    assert told.startswith("caf\\udce9")
 
 
 def test_text_streams_in_whole_characters(path, use, monkeypatch):
