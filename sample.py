@@ -28,7 +28,7 @@ from train_gpt import ConfigError, require
 
 def parse(argv):
     """The command line. Raises ConfigError."""
-    parser = train_gpt.Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = train_gpt.Parser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="RUN", help="run id, folder of a run, or checkpoint")
     task = parser.add_mutually_exclusive_group().add_argument

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import continual
 import sample
 import train_gpt
 from helpers import EOT, content_of, make_corpus, make_trainer, refusal, tiny_config, with_manifest
@@ -221,6 +222,16 @@ def test_a_model_that_predicts_nothing_finite_is_refused(task, use, tmp_path, co
 def test_bad_words_end_in_one_line_and_status_2(words, use):
     assert words in refusal(use("--checkpoint", "nowhere.pt", *words.split()))
     assert "--prompt" in refusal(use("--checkpoint", "x.pt", "--prompt", "x", "--eval"))
+
+
+@pytest.mark.parametrize("script", [sample, continual])
+def test_help_does_without_docstrings(script, capsys, monkeypatch):
+    """As python -OO has it."""
+    monkeypatch.setattr(script, "__doc__", None)
+    with pytest.raises(SystemExit, match="0"):
+        script.main(["--help"])
+    out = capsys.readouterr().out
+    assert "usage: " in out and "None\n" not in out
 
 
 def test_ids_that_no_token_has_are_never_next():
