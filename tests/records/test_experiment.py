@@ -230,6 +230,9 @@ def test_a_board_without_records_and_one_that_is_not_open(repository, capsys):
         ("submit --name X --by Me --track nano", closed),
     ):
         assert refused(empty, capsys, *words.split()).startswith(f"records: {reason}")
+    said = refused(empty, capsys, "submit", "--name", "X", "--by", "Me")
+    assert f"there are no runs {empty.root}/logs/{NAME}-*" in said
+    assert said.endswith(f"make them with `python -m records run --track {TRACK}`\n")
 
 
 @pytest.mark.parametrize(
