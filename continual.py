@@ -252,7 +252,7 @@ def main(argv=None):
     """Returns the exit status of train_gpt.main."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if {"--help", "-h"} & set(argv):
-        print(__doc__)
+        print(__doc__ or "")  # python -OO keeps none
     words = " ".join(argv).replace("=", " ")
     if "--resume" not in words or "--resume auto" in words:  # else the checkpoint has its track
         argv = ["--track", "continual", *argv]

@@ -28,7 +28,7 @@ from train_gpt import ConfigError, require
 
 def parse(argv):
     """The command line. Raises ConfigError."""
-    parser = train_gpt.Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = train_gpt.Parser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="RUN", help="run id, folder of a run, or checkpoint")
     task = parser.add_mutually_exclusive_group().add_argument
@@ -206,4 +206,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    if sys.stdin is not None:  # it may be closed; else its lines are any bytes, as --prompt is
+        sys.stdin.reconfigure(errors="surrogateescape")
     sys.exit(main())

@@ -193,10 +193,19 @@ def as_utf8(content, rule):
         if coding == "utf-8" and all(decoded(content, coding, "strict")):
             return content, True
         converted = b"".join(map(str.encode, decoded(content, coding, "strict")))
-        if not (is_wide and CONTROL.search(converted)):
+        if not (is_wide and (CONTROL.search(converted) or is_damaged_utf8(content))):
             return converted, True
     coding = [*marked, "latin-1" if rule == "latin1" else "utf-8"][0]
     return b"".join(map(str.encode, decoded(content, coding, "replace"))), False
+
+
+def is_damaged_utf8(content):
+    """Whether bytes are UTF-8 with a few control characters. Of Latin or Cyrillic text in UTF-16
+    half of the bytes are such, and of most other text in UTF-16 some are no UTF-8."""
+    with contextlib.suppress(UnicodeDecodeError):
+        kept = len(CONTROL.sub(b"", content))
+        return all(decoded(content, "utf-8", "strict")) and kept > 0.75 * len(content)
+    return False
 
 
 def decoded(content, coding, errors):

@@ -67,7 +67,7 @@ def environment_of(root):
 
 
 def execute(words, place, folder, log, source):
-    """Make a run. One that began and did not end is put aside, and counts as a start."""
+    """Make a run. One that began without a known end is put aside, and counts as a start."""
     run_id = log.parent.name
     if log.is_file() and f"\n{START}\n" in log.read_text("utf-8", "replace"):
         log.parent.rename(folder / f"{run_id}.stopped-{time.time_ns()}")
@@ -93,7 +93,7 @@ def execute(words, place, folder, log, source):
     require(not status, f"{ended}; {console} has more; the same command goes on")
     run = parse_log(log, source)
     # A run cannot train longer than its process lived, nor start outside of that.
-    lived = time.time() - began
+    lived = run.lived = time.time() - began
     took = run.train_time_ms / 1000
     is_right = -1 <= run.started.timestamp() - began <= lived + 1 and took <= lived + 0.001
     said = f"{took:.1f} s of training, started at {run.started:%H:%M:%S}"
@@ -150,10 +150,14 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
             place = f"{batch}:{number}/{count}"
             try:
                 run = parse_log(log, scripts[side])
+                run.lived = float(read_text(log.with_name(LIVED)))
             except RecordError:
                 run = execute(words, place, folder, log, scripts[side])
+            shown = f"{log.parent}: ran with world size {run.world_size}, not {world_size}"
+            other = "change the script" if batch == 1 else f"delete logs/{folder.name}-*"
+            hint = f"go on with --world-size {run.world_size}, or {other}"
+            require(run.world_size == world_size, f"{shown}; {hint}")
             print(f"val_loss {run.val_loss:.5f} time {run.train_time_ms / 1000:.1f} s")
-            run.lived = float(read_text(log.with_name(LIVED)))
             sides[side].append(run)
             check_one(LIMITS.machine, sum(sides.values(), []))
             check_run(run, track, rules, is_proof=side == "a" and batch <= 1)
@@ -358,7 +362,8 @@ def lay_out(repository, folder, source, authors, is_form=False):
     older = repository.records[track]
     runs = folder_of(repository, track, source)
     logs = sorted(runs.parent.glob(f"{runs.name}-*/log.txt"))
-    require(logs, f"there are no runs {runs}-*; make them with `python -m records ab`")
+    words = f"{'ab' if older else 'run'} --track {track}"
+    require(logs, f"there are no runs {runs}-*; make them with `python -m records {words}`")
     for path in logs:
         part = folder / ("baseline" if path.parent.name.endswith("b") else "logs")
         part.mkdir(parents=True, exist_ok=True)

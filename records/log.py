@@ -127,7 +127,12 @@ def machine_of(path, track):
         for line, (kind, template) in zip([lines[0], *lines[-len(tail) :]], rows, strict=True):
             found |= values_of(line, kind, template, said)
         require(said["track"] == track, f"track {said['track']}, and the table is of {track}")
-        return found | {"seconds": path.stat().st_mtime - found["started"].timestamp()}
+        seconds = path.stat().st_mtime - found["started"].timestamp()
+        told = found["time_ms"] / 1000 + found["gates_time"]
+        shown = f"its date is {seconds:.1f} s after its start, and it tells of {told:.1f} s"
+        hint = "it was copied or changed; name the original, or make another run"
+        require(told <= seconds <= LIMITS.beside * told, f"{shown}: {hint}")
+        return found | {"seconds": seconds}
 
 
 def parse_log(path, script):

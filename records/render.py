@@ -1,8 +1,6 @@
 """What is written of records: their README.md, the leaderboards, and the results on the first
 page. What comes from a log is plain text, by the forms in forms.toml."""
 
-import numpy as np
-
 from records import stats
 from records.files import HOME, LIMITS, read_text, require
 from records.record import FORM
@@ -79,9 +77,10 @@ def factors_of(records, rules):
     names = [record.name for record in records]
     if plain.get("record") not in names:
         return {}
-    gains = [record.gain[0] if record.parent and not record.is_form else 0.0 for record in records]
-    left = np.cumprod(np.add(gains, 1))  # of the first record's time
-    factors = plain["factor"] * left[names.index(plain["record"])] / left
+    left = {names[0]: 1.0}  # of the first record's time
+    for record in records[1:]:
+        left[record.name] = left[record.parent.name] * (1 + record.gain[0])
+    factors = [plain["factor"] * left[plain["record"]] / left[name] for name in names]
     return {
         record.name: "-" if record.is_form else f"{factor:.1f} times"
         for record, factor in zip(records, factors, strict=True)

@@ -219,7 +219,7 @@ def test_each_file_has_its_own_line_ends(tmp_path, capsys):
 
 def test_each_file_has_its_own_coding(tmp_path, capsys):
     """Others are told, also beside --invalid, and what is no text is none in UTF-16."""
-    contents = {"One café.\nTwo.", "が何\n度も", "x"}
+    contents = {"One café.\nTwo.", "が何\n度も", "x", "Я пишу."}
     codings = ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"]
     cases = [(content.encode(coding), content, []) for coding in codings for content in contents]
     cases.append((b"caf\xe9", "café", ["--invalid", "latin1"]))
@@ -230,7 +230,8 @@ def test_each_file_has_its_own_coding(tmp_path, capsys):
         build(tmp_path / "a", tmp_path / "c", "--val", str(tmp_path / "val"), *words)
         assert texts_of(tmp_path / "c", "train") == [content]
     capsys.readouterr()
-    for content in (b"\xe9", b"\x89\xbd", b"a\0b\0\0\0", b"\x01\0\x02\0", b"\0\xd8\0"):
+    stray = ["A caf\0é and two.".encode(), b"One caf\0e", b"One \bcaf\0e"]
+    for content in (b"\xe9", b"\x89\xbd", b"a\0b\0\0\0", b"\x01\0\x02\0", b"\0\xd8\0", *stray):
         (tmp_path / "a").write_bytes(content)
         assert text.main([str(tmp_path), "--out", str(tmp_path / "c")]) == 2
         error = capsys.readouterr().err

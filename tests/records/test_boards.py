@@ -85,6 +85,11 @@ def test_machine_prints_the_row_of_a_complete_run(repository, capsys):
     ):
         log.write_text(re.sub(old, new, text))
         assert reason in refused(repository, capsys, "machine", log.parent.name)
+    log.write_text(text)
+    for seconds in (-60, int(took) / 1000, 3600):  # gates, too, take their time
+        os.utime(log, (end - 71.25 + seconds,) * 2)
+        said = refused(repository, capsys, "machine", log.parent.name)
+        assert f"date is {seconds:.1f} s after its start, and it tells of 6" in said
     assert "No such file" in call(repository, capsys, "machine", "none")[2]
 
 

@@ -90,6 +90,17 @@ def test_ends_of_a_run(repository, capsys):
     assert [found[run] for run in (first, second, third)] == [2, 2, 1]
 
 
+def test_a_run_whose_seconds_are_not_known_is_made_again(repository, capsys):
+    """It ended between its last line and the file of its seconds, and costs a start."""
+    words = ("rehearse", "--runs", 2)
+    done(repository, capsys, *words)
+    lived = next((repository.root / "logs").glob(f"rehearsal-{NAME}-01a/{experiment.LIVED}"))
+    lived.unlink()
+    done(repository, capsys, *words)
+    begun = {run.run[-3:]: run.start for run in runs_in(repository, f"rehearsal-{NAME}-*")}
+    assert begun == {"01a": 2, "01b": 1, "02a": 1, "02b": 1} and lived.is_file()
+
+
 @pytest.mark.slow
 def test_two_at_once_and_another_machine_are_refused(repository, capsys):
     with open(repository.root / "logs" / "records.lock", "w") as lock:
@@ -102,6 +113,21 @@ def test_two_at_once_and_another_machine_are_refused(repository, capsys):
     made.edit(path, r"^(run:[a-z].*) device:fake", r"\1 device:another")
     said = refused(repository, capsys, "ab", "--runs", 6)
     assert "device differs between runs: 'another x2', 'fake x2'" in said
+
+
+@pytest.mark.parametrize(
+    "words, start, other",
+    [
+        ("ab --runs 6", "", "change the script"),
+        ("rehearse --runs 2", "rehearsal-", f"delete logs/rehearsal-{NAME}-*"),
+    ],
+)
+def test_runs_of_another_world_size_are_no_answer(repository, capsys, words, start, other):
+    done(repository, capsys, *words.split())
+    said = refused(repository, capsys, *words.split(), "--world-size", 2)
+    first = f"logs/{start}{NAME}-{made.order_of(repository)[0][0]}"
+    hint = f"go on with --world-size 1, or {other}"
+    assert said == f"records: {first}: ran with world size 1, not 2; {hint}\n"
 
 
 def test_a_run_imports_what_this_process_does(monkeypatch):
@@ -204,6 +230,9 @@ def test_a_board_without_records_and_one_that_is_not_open(repository, capsys):
         ("submit --name X --by Me --track nano", closed),
     ):
         assert refused(empty, capsys, *words.split()).startswith(f"records: {reason}")
+    said = refused(empty, capsys, "submit", "--name", "X", "--by", "Me")
+    assert f"there are no runs {empty.root}/logs/{NAME}-*" in said
+    assert said.endswith(f"make them with `python -m records run --track {TRACK}`\n")
 
 
 @pytest.mark.parametrize(

@@ -198,8 +198,8 @@ def formed(repository, word, slower=1.01, name="Form"):
 
 
 def test_a_change_of_form_claims_nothing_and_what_follows_is_compared_with_it(repository, capsys):
-    """Its row says so, the factor passes over it, and changes of form do not add up: each is
-    compared with the last record that has a gain, which stays on the first page."""
+    """Its row says so and has no factor, and changes of form do not add up: each is compared with
+    the last record that has a gain, which stays on the first page."""
     formed(repository, "form")
     first_page = repository.root / "README.md"
     assert main(["table"], made.fresh(repository)) == 0
@@ -222,8 +222,10 @@ def test_a_change_of_form_claims_nothing_and_what_follows_is_compared_with_it(re
         name.startswith("Form") for name in names
     ]
     factors = [row["faster than a plain GPT"] for row in rows]
-    # It was measured for one record, and follows the gains to others on both sides.
-    first, last = 7.0 * (1 + records[1].gain[0]), 7.0 / (1 + records[-1].gain[0])
+    # It was measured for one record, and follows the pairs to others on both sides: the last one's
+    # were run with the second change of form, and that one's with the record.
+    _, second, _, form, third = (record.parent and 1 + record.gain[0] for record in records)
+    first, last = 7.0 * second, 7.0 / (form * third)
     assert factors == [f"{first:.1f} times", "7.0 times", "-", "-", f"{last:.1f} times"]
     assert "| [Third](" in first_page.read_text()
 

@@ -5,11 +5,15 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
+import continual
 import sample
 import train_gpt
 from helpers import EOT, content_of, make_corpus, make_trainer, refusal, tiny_config, with_manifest
@@ -171,6 +175,20 @@ def test_each_line_that_is_typed_is_a_prompt(path, use, monkeypatch):
     assert "not allowed with" in refusal(use(*words, "--interactive", "--eval"))
 
 
+def test_a_line_that_is_no_utf8_is_continued(path, use):
+    """As its bytes, like --prompt, whatever Python is told to do with such."""
+    words = ["--checkpoint", str(path), "--tokens", "2"]
+    typed = subprocess.run(
+        [sys.executable, sample.__file__, *words, "--interactive"],
+        input=b"caf\xe9\n",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+    )
+    told = use(*words, "--prompt", "caf\udce9").stdout
+    assert (typed.returncode, typed.stdout.decode()) == (0, told), typed.stderr
+    assert told.startswith("caf\\udce9")
+
+
 def test_text_streams_in_whole_characters(path, use, monkeypatch):
     """A byte at a time, what is shown so far is text; a cut character ends as a replacement."""
     shown = []
@@ -204,6 +222,16 @@ def test_a_model_that_predicts_nothing_finite_is_refused(task, use, tmp_path, co
 def test_bad_words_end_in_one_line_and_status_2(words, use):
     assert words in refusal(use("--checkpoint", "nowhere.pt", *words.split()))
     assert "--prompt" in refusal(use("--checkpoint", "x.pt", "--prompt", "x", "--eval"))
+
+
+@pytest.mark.parametrize("script", [sample, continual])
+def test_help_does_without_docstrings(script, capsys, monkeypatch):
+    """As python -OO has it."""
+    monkeypatch.setattr(script, "__doc__", None)
+    with pytest.raises(SystemExit, match="0"):
+        script.main(["--help"])
+    out = capsys.readouterr().out
+    assert "usage: " in out and "None\n" not in out
 
 
 def test_ids_that_no_token_has_are_never_next():
