@@ -2924,7 +2924,8 @@ class Shard(NamedTuple):
         """Its tokens, after a check of their ids. Raises ConfigError."""
         tokens = self.read()
         message = f"token id {tokens.max()} is beyond the vocabulary's eot_token={config.eot_token}"
-        require(tokens.max() <= config.eot_token, self.path, message, "leave --eot-token out")
+        remedy = f"leave --eot-token out, or {BUILD}"
+        require(tokens.max() <= config.eot_token, self.path, message, remedy)
         return tokens
 
 
