@@ -716,9 +716,10 @@ def choose_attention(config, device):
 
 
 def product_dtype(dtype, device):
-    """What products of this dtype are made of here, for the log: "medium" lets some processors
-    round float32 to bfloat16."""
+    """The dtype to which products round their factors, for the log: some processors take bfloat16
+    for float32 where the precision is "medium"."""
     x = torch.full((256, 256), 1 + 2**-10, dtype=dtype, device=device)
+    # In bfloat16 x is 1, and the sums are 256. In float32 they are 256.5.
     return "float32" if (x @ x).max() > 256.25 else "bfloat16"
 
 
@@ -1638,7 +1639,7 @@ class Runtime:
             local_rank = int(os.environ.get("LOCAL_RANK", 0))
             words = f"RANK={self.rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={self.world_size}"
             if not (0 <= self.rank < self.world_size and local_rank >= 0):
-                raise ValueError(f"{words}: these fit no group of processes")
+                raise ValueError(f"{words}: RANK must be below WORLD_SIZE, and none below 0")
             if self.world_size > 1:
                 self.store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         except ValueError as error:
@@ -1832,8 +1833,8 @@ class Group:
 
     Optimizer.step takes all groups that are due through three calls, each of which gets what the
     one before it has returned:
-        reduce(step)                   start to sum their gradients over ranks; reduce_whole does it
-                                       for groups that are not shared out
+        reduce(step)                   start to sum their gradients over ranks, if these share the
+                                       group out; else Optimizer.reduce_whole does it
         update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
         receive(step, pending)         take over what other ranks have sent
     """
@@ -2014,9 +2015,9 @@ class ParameterGroup(Group):
     def follow_mean(self, step, part, state):
         """Update the running mean of the weights of the last `length` steps."""
         config = self.config
-        length = math.ceil(config.mean_share * config.steps)
+        length = max(1, round(config.mean_share * config.steps))
         done = step + 1 - (config.steps - length)  # of these steps
-        if done <= 0:
+        if done <= 0 or not config.mean_share:
             return
         weight = state.get("master", part)
         every = self.row.every
@@ -2147,8 +2148,8 @@ class SmallGroup(ParameterGroup):
 class Optimizer:
     """All groups, in the one order in which their communication is started and waited for.
 
-    The small ones come first, so that no small transfer queues behind a large one, and updates hide
-    the transfers of the groups behind them.
+    Those of which every rank updates all start first, in one collective, so that no small transfer
+    queues behind a large one. Updates hide the transfers of the groups behind them.
     """
 
     def __init__(self, config, model, table, runtime):
@@ -3606,7 +3607,8 @@ class Run:
         passes = math.ceil(training_tokens(config) / self.corpus.length)
         log.line(
             f"data:{self.corpus.manifest['sha256']} shards:ok passes:{passes} "
-            f"backends:attention={self.trainer.attention_name},matmul=torch-{self.trainer.matmul_name},"
+            f"backends:attention={self.trainer.attention_name},"
+            f"matmul=torch-{self.trainer.matmul_name},"
             f"compile={'inductor' if config.compile else 'off'}"
         )
         groups = self.trainer.optimizer.groups

@@ -200,10 +200,10 @@ def as_utf8(content, rule):
 
 
 def is_damaged_utf8(content):
-    """Whether bytes are UTF-8 with a few control characters. Of Latin or Cyrillic text in UTF-16
-    half of the bytes are such, and of most other text in UTF-16 some are no UTF-8."""
+    """Whether bytes are UTF-8 text with a stray NUL. In UTF-16, Chinese and Japanese text is no
+    UTF-8, and of text in alphabets half of the bytes are below that of a space."""
     with contextlib.suppress(UnicodeDecodeError):
-        kept = len(CONTROL.sub(b"", content))
+        kept = len(re.sub(rb"[\0-\x1f]", b"", content))
         return all(decoded(content, "utf-8", "strict")) and kept > 0.75 * len(content)
     return False
 

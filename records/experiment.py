@@ -362,7 +362,7 @@ def lay_out(repository, folder, source, authors, is_form=False):
     older = repository.records[track]
     runs = folder_of(repository, track, source)
     logs = sorted(runs.parent.glob(f"{runs.name}-*/log.txt"))
-    words = f"{'ab' if older else 'run'} --track {track}"
+    words = f"{'ab' if older else 'run'} --track {track}{' --form' * is_form}"
     require(logs, f"there are no runs {runs}-*; make them with `python -m records {words}`")
     for path in logs:
         part = folder / ("baseline" if path.parent.name.endswith("b") else "logs")

@@ -219,7 +219,7 @@ def test_each_file_has_its_own_line_ends(tmp_path, capsys):
 
 def test_each_file_has_its_own_coding(tmp_path, capsys):
     """Others are told, also beside --invalid, and what is no text is none in UTF-16."""
-    contents = {"One café.\nTwo.", "が何\n度も", "x", "Я пишу."}
+    contents = {"One café.\nTwo.", "が何\n度も", "x", "Я пишу.", "आप कैसे हैं?\nठीक", "你好\n"}
     codings = ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"]
     cases = [(content.encode(coding), content, []) for coding in codings for content in contents]
     cases.append((b"caf\xe9", "café", ["--invalid", "latin1"]))

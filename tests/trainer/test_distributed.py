@@ -126,8 +126,9 @@ def recorded(runtime):
     return [event for event, _ in itertools.groupby(events)]  # all small ones wait for one work
 
 
-# Small parameters, embeddings, table and matrices, in each of the three phases, around the pull of
-# the step's rows at the start, and of the next step's, for which nobody waits yet.
+# One sum for all groups, or small parameters, embeddings, table and matrices by themselves, in each
+# of the three phases. Before them the step's rows are pulled, and after the table's update those of
+# the next step, for which nobody waits yet.
 WHOLE = """
 all_to_all/ngram_table wait all_reduce/small_embeddings_matrices all_to_all/ngram_table wait
 all_to_all/ngram_table wait
