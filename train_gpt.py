@@ -2165,8 +2165,8 @@ class Optimizer:
         self.runtime = runtime
 
     def reduce_whole(self, groups, step):
-        """Group.reduce of groups of which every rank updates all. One collective takes them all: on
-        a CPU each costs a millisecond, however small it is."""
+        """Start to sum over ranks the gradients of groups of which every rank updates all: in one
+        collective, since on a CPU each costs time, however small it is."""
         grads = {group: group.gradients(step) for group in groups}
         tensors = [grad for named in grads.values() for grad in named.values()]
         sums = tensors
