@@ -715,14 +715,6 @@ def choose_attention(config, device):
     return VarlenAttention(is_fa3=True), "varlen-FA3"
 
 
-def product_dtype(dtype, device):
-    """The dtype to which products round their factors, for the log: some processors take bfloat16
-    for float32 where the precision is "medium"."""
-    x = torch.full((256, 256), 1 + 2**-10, dtype=dtype, device=device)
-    # In bfloat16 x is 1, and the sums are 256. In float32 they are 256.5.
-    return "float32" if (x @ x).max() > 256.25 else "bfloat16"
-
-
 # 4. Loss ==========================================================================================
 
 # Tokens whose logits exist at a time: on a CPU those of more leave its cache, and on a GPU those of
@@ -1817,6 +1809,14 @@ def check_card(device):
     require(has_code, torch.cuda.get_device_name(device), problem, remedy)
 
 
+def product_dtype(dtype, device):
+    """The dtype to which products round their factors, for the log: some processors take bfloat16
+    for float32 where the precision is "medium"."""
+    x = torch.full((256, 256), 1 + 2**-10, dtype=dtype, device=device)
+    # In bfloat16 x is 1, and the sums are 256. In float32 they are 256.5.
+    return "float32" if (x @ x).max() > 256.25 else "bfloat16"
+
+
 def to_device(array, device):
     """Copy a numpy array to the device; on CUDA through pinned memory, and without a sync."""
     tensor = torch.from_numpy(array)
@@ -2167,18 +2167,18 @@ class Optimizer:
     def reduce_whole(self, groups, step):
         """Start to sum over ranks the gradients of groups of which every rank updates all: in one
         collective, since on a CPU each costs time, however small it is."""
-        grads = {group: group.gradients(step) for group in groups}
-        tensors = [grad for named in grads.values() for grad in named.values()]
-        sums = tensors
+        rows = []
+        for group in groups:
+            rows += [(group, name, grad) for name, grad in group.gradients(step).items()]
+        sums = [grad for _, _, grad in rows]
         work = None
-        if self.runtime.world_size > 1 and tensors:
-            bucket = end_to_end(tensors, self.runtime.device)
+        if self.runtime.world_size > 1 and rows:
+            bucket = end_to_end(sums, self.runtime.device)
             work = self.runtime.all_reduce(bucket, "_".join(group.name for group in groups))
-            sums = bucket.split([grad.numel() for grad in tensors])
-        sums = iter(sums)
-        pending = {}
-        for group, named in grads.items():
-            pending[group] = [(k, next(sums).view_as(grad), work) for k, grad in named.items()]
+            sums = bucket.split([grad.numel() for grad in sums])
+        pending = {group: [] for group in groups}
+        for (group, name, grad), summed in zip(rows, sums, strict=True):
+            pending[group].append((name, summed.view_as(grad), work))
         return pending
 
     def step(self, step, lr_mul):
